@@ -1,0 +1,268 @@
+"""Measurements of the core on a real model. Each command appends to a file and goes on where it was stopped.
+
+    python scripts/measure.py equal  --out out/equal.jsonl                 every method writes plain decoding's text
+    python scripts/measure.py steps  --out out/steps.jsonl --data FILE     tokens a step by task (Spec-Bench's file)
+    python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
+
+A table is printed last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace.bench.prompts import PROMPTS
+from outpace.models.loading import load
+
+NEW_TOKENS = 128
+PLAIN = Autoregressive()
+SEEDS = range(5)
+
+# The paper's own method, then one improvement more in each line.
+ORIGINAL = {
+    "prompt_pool": False,
+    "verify_window": False,
+    "verify_early": False,
+    "longest_key": 1,
+    "shift": "step",
+}
+STEPS: dict[str, Method] = {
+    "jacobi": Jacobi(),
+    "prompt-lookup, one continuation": PromptLookup(continuations=1),
+    "prompt-lookup": PromptLookup(),
+    "lookahead, as published, no prompt pool": Lookahead(**ORIGINAL),
+    "lookahead, as published, with prompt pool": Lookahead(**{**ORIGINAL, "prompt_pool": True}),
+    "lookahead, all but: early verification": Lookahead(verify_early=False),
+    "lookahead, all but: window rows verified": Lookahead(verify_window=False),
+    "lookahead, all but: longer keys": Lookahead(longest_key=1),
+    "lookahead, shift by token": Lookahead(shift="token"),
+    "lookahead, no prompt pool": Lookahead(prompt_pool=False),
+    "lookahead": Lookahead(),
+}
+# On a CPU every row costs, so the clock runs small settings too.
+CLOCK: dict[str, Method] = {
+    "jacobi (4)": Jacobi(window=4),
+    "prompt-lookup (1 × 7)": PromptLookup(continuations=1, length=7),
+    "prompt-lookup": PromptLookup(),
+    "lookahead (3, 3, 3)": Lookahead(window=3, ngram=3, guesses=3),
+    "lookahead (15, 5, 15)": Lookahead(),
+}
+
+_decoder: Decoder
+_model: Any
+
+
+def open_model(name: str, dtype: str, device: str, threads: int) -> None:
+    """Load the model once in each worker."""
+    global _decoder, _model
+    torch.set_num_threads(threads)
+    _model, tokenizer = load(name, dtype, device)
+    _decoder = Decoder(_model, tokenizer)
+
+
+def first_layers(count: int) -> Any:
+    """A draft model: the target's own first layers, under its own head."""
+    config = copy.deepcopy(_model.config)
+    config.num_hidden_layers = count
+    small = AutoModelForCausalLM.from_config(config).to(_model.dtype)
+    small.load_state_dict(_model.state_dict(), strict=False)
+    return small.to(_model.device).eval()
+
+
+def prompts() -> list[tuple[str, str]]:
+    return [(task, prompt) for task, group in PROMPTS.items() for prompt in group]
+
+
+def transformers_generate(prompt: str, **options: Any) -> list[int]:
+    ids = torch.tensor([_decoder.encode(prompt)], device=_decoder.model.device)
+    output = _model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, **options
+    )
+    return output[0, ids.shape[1] :].tolist()
+
+
+def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
+    """All methods on one prompt with one seed (None: greedy), against plain decoding."""
+    _, prompt = prompts()[unit["prompt"]]
+    seed = unit["seed"]
+    small = seed is not None
+    sampling = Sampling() if seed is None else Sampling(temperature=0.8, top_p=0.95, seed=seed)
+    methods: list[Method] = [
+        Jacobi(window=4 if small else 16),
+        PromptLookup(length=6, continuations=3) if small else PromptLookup(),
+        Lookahead(window=5, ngram=4, guesses=5) if small else Lookahead(),
+        DraftModel(model=first_layers(4), length=3),
+    ]
+    plain = _decoder.generate(prompt, method=PLAIN, max_new_tokens=NEW_TOKENS, sampling=sampling).token_ids
+    found = {}
+    if seed is None:
+        found["transformers"] = transformers_generate(prompt) == plain
+    for method in methods:
+        ready = _decoder.prepare(method)
+        tokens = _decoder.generate(prompt, method=ready, max_new_tokens=NEW_TOKENS, sampling=sampling).token_ids
+        found[method.name] = tokens == plain
+    return {**unit, "tokens": len(plain), "equal": found}
+
+
+def steps_unit(unit: dict[str, Any]) -> dict[str, Any]:
+    """One method on one Spec-Bench prompt: tokens and steps."""
+    result = _decoder.generate(unit["text"], method=STEPS[unit["method"]], max_new_tokens=NEW_TOKENS)
+    kept = {key: value for key, value in unit.items() if key != "text"}
+    return {**kept, "tokens": result.new_tokens, "steps": result.steps, "accepted": result.accepted_per_step}
+
+
+def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
+    """All methods on one prompt, one after the other: seconds a token."""
+    _, prompt = prompts()[unit["prompt"]]
+    seconds: dict[str, float] = {}
+    loop: list[float] = []
+    start = time.perf_counter()
+    tokens = len(transformers_generate(prompt))
+    seconds["transformers generate"] = (time.perf_counter() - start) / tokens
+    for name, method in {"plain": PLAIN, **CLOCK}.items():
+        start = time.perf_counter()
+        steps = list(_decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS))
+        whole = time.perf_counter() - start
+        seconds[name] = whole / sum(len(step.tokens) for step in steps)
+        if name == "plain":
+            loop = [(whole - sum(step.seconds["score"] for step in steps)) / len(steps)]
+    start = time.perf_counter()
+    tokens = len(transformers_generate(prompt, prompt_lookup_num_tokens=10))
+    seconds["transformers prompt lookup"] = (time.perf_counter() - start) / tokens
+    return {**unit, "seconds": seconds, "outside_forward": loop[0]}
+
+
+def task_of(category: str) -> str:
+    known = ("translation", "summarization", "qa", "math_reasoning", "rag")
+    return category if category in known else "chat"
+
+
+def spec_bench(path: Path, each: int) -> list[dict[str, Any]]:
+    """The first turns of `each` prompts of each task."""
+    taken: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        task = task_of(row["category"])
+        if len(taken[task]) < each:
+            taken[task].append({"task": task, "question": row["question_id"], "text": row["turns"][0]})
+    return [row for rows in taken.values() for row in rows]
+
+
+def key(unit: dict[str, Any]) -> str:
+    names = ("prompt", "seed", "method", "question", "repeat", "dtype")
+    return json.dumps([unit.get(name) for name in names])
+
+
+def run(units: list[dict[str, Any]], work: Callable[..., Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Do what is not in the output file yet, and append it."""
+    path = Path(arguments.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    finished = {key(row) for row in done}
+    left = [unit for unit in units if key(unit) not in finished]
+    setup = (arguments.model, arguments.dtype, arguments.device, arguments.threads)
+    context = multiprocessing.get_context("spawn")
+    with (
+        path.open("a") as file,
+        Progress(console=Console(stderr=True)) as progress,
+        context.Pool(arguments.workers, open_model, setup) as pool,
+    ):
+        for row in progress.track(pool.imap_unordered(work, left), total=len(left)):
+            done.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+    wanted = {key(unit) for unit in units}
+    return [row for row in done if key(row) in wanted]
+
+
+def equal_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("method", "greedy: equal", "sampled, five seeds: equal")
+    counts: dict[str, dict[bool, list[bool]]] = defaultdict(lambda: {True: [], False: []})
+    for row in rows:
+        for name, same in row["equal"].items():
+            counts[name][row["seed"] is None].append(same)
+    for name, found in counts.items():
+        table.add_row(name, *(f"{sum(found[kind])} of {len(found[kind])}" for kind in (True, False)))
+    return table
+
+
+def steps_table(rows: list[dict[str, Any]]) -> Table:
+    tasks = list(dict.fromkeys(sorted(row["task"] for row in rows)))
+    table = Table("method", *tasks, "all", "mean of tasks")
+    for name in STEPS:
+        ratios = [ratio(row for row in rows if row["method"] == name and row["task"] == task) for task in tasks]
+        whole = ratio(row for row in rows if row["method"] == name)
+        mean = sum(ratios) / len(ratios)
+        table.add_row(name, *(f"{value:.2f}" for value in [*ratios, whole, mean]))
+    return table
+
+
+def ratio(rows: Iterable[dict[str, Any]]) -> float:
+    chosen = list(rows)
+    return sum(row["tokens"] for row in chosen) / max(1, sum(row["steps"] for row in chosen))
+
+
+def clock_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("method", "ms a token", "speed against plain", "speed against transformers generate")
+    for name in rows[0]["seconds"]:
+        cost = statistics.median(row["seconds"][name] for row in rows)
+        ratios = [
+            statistics.median(row["seconds"][base] / row["seconds"][name] for row in rows)
+            for base in ("plain", "transformers generate")
+        ]
+        table.add_row(name, f"{cost * 1000:.1f}", *(f"{value:.2f}" for value in ratios))
+    outside = statistics.median(row["outside_forward"] for row in rows)
+    table.caption = f"plain decoding outside the forward pass: {outside * 1000:.2f} ms a step"
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["equal", "steps", "clock"])
+    parser.add_argument("--out", required=True, help="JSON lines; finished work in it is not done again")
+    parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
+    parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
+    parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2, help="threads of one worker")
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if arguments.what == "equal":
+        seeds = [None, *SEEDS]
+        units = [{"prompt": index, "seed": seed} for seed in seeds for index in range(len(prompts()))]
+        table = equal_table(run(units, equal_unit, arguments))
+    elif arguments.what == "steps":
+        questions = spec_bench(arguments.data, arguments.each)
+        units = [{**question, "method": name} for name in STEPS for question in questions]
+        table = steps_table(run(units, steps_unit, arguments))
+    else:
+        units = [
+            {"prompt": index, "repeat": repeat, "dtype": arguments.dtype}
+            for repeat in range(arguments.repeats)
+            for index in range(0, len(prompts()), 5)
+        ]
+        table = clock_table(run(units, clock_unit, arguments))
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

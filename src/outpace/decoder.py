@@ -1,0 +1,204 @@
+"""Text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import Any, TypeAlias
+
+from .draft import Step
+from .errors import InputError, ModelError
+from .loop import decode
+from .methods import Method, make
+from .models.adapter import Model
+from .models.hf import HFModel
+from .models.loading import load as load_model
+from .picking import Sampling
+from .runtime.plain import Engine
+from .text import Ending, TextStream
+
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
+"""A text, token ids, or a chat as a list of messages with `role` and `content`."""
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished text, and how it came about."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    new_tokens: int
+    steps: int
+    tokens_per_step: float
+    seconds: float
+    tokens_per_second: float
+    method: str
+    finish_reason: str
+    accepted_per_step: list[int]
+    sources: list[str]
+    lossless: bool
+
+    def to_json(self) -> dict[str, object]:
+        """The result as plain values."""
+        return asdict(self)
+
+
+class Decoder:
+    """A model and a tokenizer, ready to write.
+
+    >>> import outpace
+    >>> decoder = outpace.load("smollm2-135m", method="lookahead")  # doctest: +SKIP
+    >>> decoder.generate("Why is the sky blue?").text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, method: str | Method = "lookahead", **settings: object
+    ) -> None:
+        adapted: Model = HFModel(model) if hasattr(model, "config") else model
+        self.engine = Engine(adapted)
+        self.tokenizer = tokenizer
+        self.ends = _end_tokens(model, tokenizer)
+        self.method = self.prepare(method, **settings)
+
+    @property
+    def model(self) -> Model:
+        """The model as the loop sees it."""
+        return self.engine.model
+
+    def prepare(self, method: str | Method, **settings: object) -> Method:
+        """A method that is checked against this model and ready for `generate(method=...)`."""
+        if isinstance(method, str):
+            method = make(method, **settings)
+        elif settings:
+            raise InputError(
+                f"settings {sorted(settings)} go into {type(method).__name__}(...), which was given ready."
+            )
+        return method.prepare(self.model)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """Write the whole answer. Takes the options of `stream`."""
+        start = perf_counter()
+        steps = list(self.stream(prompt, **options))
+        seconds = perf_counter() - start
+        method = options.get("method") or self.method
+        tokens = [token for step in steps for token in step.tokens]
+        return Result(
+            text="".join(step.text for step in steps),
+            token_ids=tokens,
+            prompt_tokens=len(self.encode(prompt, raw=options.get("raw", False))),
+            new_tokens=len(tokens),
+            steps=len(steps),
+            tokens_per_step=len(tokens) / len(steps),
+            seconds=seconds,
+            tokens_per_second=len(tokens) / seconds,
+            method=method.name,
+            finish_reason=str(steps[-1].finish),
+            accepted_per_step=[len(step.tokens) for step in steps],
+            sources=[source for step in steps for source in step.sources],
+            lossless=method.lossless,
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        method: Method | None = None,
+    ) -> Iterator[Step]:
+        """Write step by step: each Step has the new tokens, their sources and the new text.
+
+        `stop` strings end the text and are not part of it. `raw` gives a text to the model as it is, without the
+        chat template. `method` overrides the decoder's own for this text; get it from `prepare`.
+        """
+        tokens = self.encode(prompt, raw)
+        limit = self._limit(len(tokens), max_new_tokens)
+        if any(not item for item in stop):
+            raise InputError("stop: an empty stop string would end every text; leave it out.")
+        if stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer; this decoder has none.")
+        return self._stream(tokens, limit, sampling or Sampling(), stop, method or self.method)
+
+    def _stream(
+        self, tokens: list[int], limit: int, sampling: Sampling, stop: Sequence[str], method: Method
+    ) -> Iterator[Step]:
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
+        for step in decode(self.engine, method, tokens, sampling, Ending(limit, self.ends, text)):
+            if text is not None:
+                if step.finish is not None:
+                    text.finish()
+                step = replace(step, text=text.take())
+            yield step
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """The prompt's token ids, through the chat template unless `raw`."""
+        tokens = self._encode(prompt, raw)
+        if not tokens:
+            raise InputError("the prompt is empty. Give at least one token of text.")
+        if max(tokens) >= self.model.vocabulary or min(tokens) < 0:
+            raise InputError(
+                f"the prompt has token id {max(tokens)}; the model knows ids 0 to {self.model.vocabulary - 1}."
+            )
+        return tokens
+
+    def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
+        ids = [] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, int)]
+        if not isinstance(prompt, str) and len(ids) == len(prompt):
+            return ids
+        if self.tokenizer is None:
+            raise InputError("a text prompt needs a tokenizer; this decoder has none. Give token ids.")
+        if isinstance(prompt, str) and not prompt.strip():
+            raise InputError("the prompt is empty. Give at least one word.")
+        if isinstance(prompt, str) and raw:
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ModelError(
+                f"the tokenizer of {self.model.name} has no chat template. Pass raw=True (--raw) to give the prompt as "
+                "it is, or set tokenizer.chat_template."
+            )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def _limit(self, prompt_length: int, max_new_tokens: int) -> int:
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
+        left = self.model.context - prompt_length
+        if left < 1:
+            raise InputError(
+                f"the prompt has {prompt_length} tokens, and {self.model.name} has a context of {self.model.context}. "
+                "Shorten the prompt."
+            )
+        return min(max_new_tokens, left)
+
+
+def load(
+    model: Any = DEFAULT_MODEL,
+    tokenizer: Any = None,
+    *,
+    method: str | Method = "lookahead",
+    dtype: str | None = None,
+    device: str | None = None,
+    **settings: object,
+) -> Decoder:
+    """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer."""
+    if isinstance(model, str):
+        loaded = load_model(model, dtype, device)
+        model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+    elif dtype is not None or device is not None:
+        raise InputError("dtype and device are for models loaded by name; move a loaded model with model.to(...).")
+    return Decoder(model, tokenizer, method, **settings)
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Every token id that ends a text: as transformers' `generate` decides, else as the tokenizer says."""
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        ends = getattr(holder, "eos_token_id", None)
+        if ends is not None:
+            return [ends] if isinstance(ends, int) else list(ends)
+    return []

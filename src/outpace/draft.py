@@ -1,0 +1,166 @@
+"""The values that one step passes from verb to verb, and the trees they are made of.
+
+    Draft ──score──▶ Scores ──verify──▶ Verdict ──▶ Step
+
+Everything here is pure: no model, no device, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+Mask: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.bool_]]"
+
+MODEL = "model"
+"""The source of a token that the target model picked with no draft to agree with."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree of guesses, one row a node. Row 0 is the last committed token.
+
+    A row's position is its depth below row 0, and what it sees is its ancestors (and the committed text).
+    Rows from `candidates` on are probes: they are computed, but never accepted.
+    """
+
+    tokens: tuple[int, ...]  # [rows]
+    parents: tuple[int, ...]  # [rows] row of the parent; -1 for row 0, otherwise smaller than the row
+    candidates: int  # rows 0 .. candidates-1 may be accepted
+    sources: tuple[str, ...]  # [rows] where the guess came from
+    proposals: tuple[torch.Tensor | None, ...] = ()  # [rows] the distribution a guess was drawn from, if any
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Each row's distance from row 0."""
+        depths = [0] * len(self.tokens)
+        for row, parent in enumerate(self.parents):
+            if parent >= 0:
+                depths[row] = depths[parent] + 1
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """For each row, its children that may be accepted, in the order they were added."""
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for row in range(1, self.candidates):
+            children[self.parents[row]].append(row)
+        return tuple(tuple(rows) for rows in children)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every row follows from the row before it."""
+        return all(parent == row - 1 for row, parent in enumerate(self.parents))
+
+    def child(self, row: int, token: int) -> int | None:
+        """The acceptable child of `row` that carries `token`."""
+        for child in self.children[row]:
+            if self.tokens[child] == token:
+                return child
+        return None
+
+    def proposal(self, row: int) -> torch.Tensor | None:
+        """The distribution that the guess at `row` was drawn from; None for a guess made without chance."""
+        return self.proposals[row] if self.proposals else None
+
+    def ancestors(self) -> Mask:
+        """[rows, rows], True where the column is the row itself or one of its ancestors."""
+        sees = np.zeros((len(self.tokens), len(self.tokens)), dtype=np.bool_)
+        for row, parent in enumerate(self.parents):
+            if parent >= 0:
+                sees[row] = sees[parent]
+            sees[row, row] = True
+        return sees
+
+
+class Tree:
+    """Builds a Draft from paths. Paths with a common beginning share its rows.
+
+    >>> tree = Tree(7)
+    >>> tree.insert([1, 2, 3], source="a")
+    [1, 2, 3]
+    >>> tree.insert([1, 2, 9], source="b")
+    [1, 2, 4]
+    >>> tree.draft().parents
+    (-1, 0, 1, 2, 2)
+    """
+
+    def __init__(self, root: int) -> None:
+        self.tokens = [root]
+        self.parents = [-1]
+        self.sources = [MODEL]
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def insert(self, path: Iterable[int], source: str, below: int = 0) -> list[int]:
+        """Add the tokens of `path` one under the other, starting under row `below`; return their rows."""
+        rows = []
+        for token in path:
+            row = self._child.get((below, token))
+            if row is None:
+                row = self._child[below, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(below)
+                self.sources.append(source)
+            rows.append(row)
+            below = row
+        return rows
+
+    def draft(self, candidates: int | None = None) -> Draft:
+        """The tree as it stands. Rows from `candidates` on become probes."""
+        return Draft(
+            tokens=tuple(self.tokens),
+            parents=tuple(self.parents),
+            candidates=len(self.tokens) if candidates is None else candidates,
+            sources=tuple(self.sources),
+        )
+
+
+def chain(root: int, guesses: Sequence[int], source: str) -> Draft:
+    """A draft without branches."""
+    count = len(guesses) + 1
+    return Draft(
+        tokens=(root, *guesses),
+        parents=tuple(range(-1, count - 1)),
+        candidates=count,
+        sources=(MODEL, *(source,) * len(guesses)),
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the model computed for each row of a draft."""
+
+    logits: torch.Tensor  # [rows, vocabulary]
+    hidden: torch.Tensor  # [rows, width] after the last layer, before the final norm
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided: the path of rows to keep, and the tokens the target chose along it."""
+
+    rows: tuple[int, ...]  # accepted path, row 0 first
+    tokens: tuple[int, ...]  # one for each row of the path: what the target says after it
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn of the loop, as users, benchmarks and pictures read it."""
+
+    tokens: tuple[int, ...]  # the new tokens
+    sources: tuple[str, ...]  # [tokens] which guess the target agreed with, or "model"
+    draft: Draft
+    rows: tuple[int, ...]  # the accepted path in the draft
+    finish: str | None  # why the text ends here: "stop", "length", or None
+    seconds: dict[str, float] = field(default_factory=dict)  # time by verb: draft, score, verify, learn
+    text: str = ""  # the new text, where a Decoder made the step

@@ -1,0 +1,49 @@
+"""Every exception that Outpace raises on purpose, as one tree.
+
+OutpaceError
+├── InputError            what was asked for cannot be done; the message names the value and the remedy
+│   └── UnknownNameError  a name that is not in a known list; suggests the nearest
+├── ModelError            the model, its files or its tokenizer cannot be used
+│   └── UnsupportedModel  the architecture cannot do what a method needs
+├── FetchError            the embedded model could not be fetched or is broken on disk
+└── InvalidLogits         the model returned NaN, or a processor left no token to choose
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OutpaceError(Exception):
+    """Base of all errors of this library: `except OutpaceError` catches what a user can mend."""
+
+
+class InputError(OutpaceError, ValueError):
+    """A value that was given cannot be used."""
+
+
+class UnknownNameError(InputError):
+    """A method, setting or model that does not exist."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+
+
+class ModelError(OutpaceError):
+    """A model folder, its weights or its tokenizer cannot be used."""
+
+
+class UnsupportedModel(ModelError):
+    """The model's architecture does not allow what was asked."""
+
+
+class FetchError(OutpaceError):
+    """The embedded model could not be fetched, checked or converted."""
+
+
+class InvalidLogits(OutpaceError):
+    """The model's logits leave no token to choose."""

@@ -1,0 +1,62 @@
+"""The loop. Every method, rule and kind of output goes through `decode`, and only through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import TypeAlias
+
+from .draft import Draft, Step, Verdict
+from .errors import InvalidLogits
+from .methods.base import Method
+from .picking import Picker, Sampling
+from .runtime.plain import Engine
+from .verifying import verify
+
+Stop: TypeAlias = "Callable[[int], str | None]"
+"""Told every new token once and in order; says why the text ends with it, or None."""
+
+
+def decode(engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop) -> Iterator[Step]:
+    """Write on from `prompt` until `stop` says so, step by step."""
+    picker = Picker(sampling, len(prompt))
+    finish: str | None = None
+
+    def finished(token: int) -> bool:
+        nonlocal finish
+        finish = stop(token)
+        return finish is not None
+
+    with engine.pool.sequence(prompt) as sequence, method.start(engine, sequence, picker) as drafter:
+        while finish is None:
+            clock = _Clock()
+            draft = drafter.draft(engine.model.room(sequence.position))
+            clock.lap("draft")
+            scores = drafter.score(draft)
+            clock.lap("score")
+            try:
+                verdict = verify(draft, scores, picker, sequence.tokens, finished)
+            except InvalidLogits as error:
+                raise InvalidLogits(f"at new token {len(sequence.tokens) - len(prompt) + 1}: {error}.") from error
+            engine.pool.keep(sequence, draft, verdict)
+            clock.lap("verify")
+            drafter.learn(draft, scores, verdict)
+            clock.lap("learn")
+            yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
+
+
+def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
+    """The guess behind each token: the row that the walk went on to, or nobody's for the last one."""
+    sources = [draft.sources[row] for row in verdict.rows[1:]]
+    return (*sources, *(draft.sources[0],) * (len(verdict.tokens) - len(sources)))
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now

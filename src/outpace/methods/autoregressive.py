@@ -1,0 +1,31 @@
+"""Plain decoding: one row a step. What every other method must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..draft import Draft, chain
+from ..picking import Picker
+from ..pool import Sequence
+from ..runtime.plain import Engine
+from .base import Drafter, Method
+
+
+@dataclass(frozen=True)
+class Autoregressive(Method):
+    """No guesses: the draft is the last token alone."""
+
+    name = "autoregressive"
+    about = "plain decoding, one token a step"
+
+    @property
+    def branches(self) -> bool:
+        return False
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        return _Drafter(engine, sequence, picker)
+
+
+class _Drafter(Drafter):
+    def draft(self, room: int) -> Draft:
+        return chain(self.sequence.tokens[-1], (), "")

@@ -1,0 +1,110 @@
+"""What a method is: a frozen config, and a drafter with three verbs that it starts for each text."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..draft import Draft, Scores, Verdict
+from ..errors import InputError, UnknownNameError, UnsupportedModel
+from ..models.adapter import Model
+from ..picking import Picker
+from ..pool import Sequence
+from ..runtime.plain import Engine
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Drafter(AbstractContextManager["Drafter"]):
+    """A method at work on one text. As a context manager it gives back what it holds."""
+
+    def __init__(self, engine: Engine, sequence: Sequence, picker: Picker) -> None:
+        self.engine = engine
+        self.sequence = sequence
+        self.picker = picker
+
+    def draft(self, room: int) -> Draft:
+        """Propose a tree below the last token, at most `room` deep."""
+        raise NotImplementedError
+
+    def score(self, draft: Draft) -> Scores:
+        """Have the model compute every row."""
+        return self.engine.score(self.sequence, draft)
+
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        """See what happened. The verdict's tokens are part of the sequence by now."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to draft. Its fields are its settings.
+
+    A method can be given to transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    lossless: ClassVar[bool] = True  # whether the text is the target's own
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts may be trees, which some models cannot compute."""
+        return True
+
+    def prepare(self, model: Model) -> Method:
+        """Check that the method works with `model`, and load what it needs. Called once for a decoder."""
+        if self.branches and not model.branches:
+            raise UnsupportedModel(
+                f"{model.name} computes chains of tokens only (its positions are counted from the mask), and "
+                f"{self.name} drafts trees. Use autoregressive, jacobi, draft-model, or prompt-lookup with "
+                "continuations=1."
+            )
+        return self
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        """Begin a text."""
+        raise NotImplementedError
+
+    def check(self, **limits: tuple[float, float]) -> None:
+        """Raise InputError for a setting outside its limits, both included."""
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(f"{self.name}: {name}={value!r} must be a whole number.")
+            if not low <= value <= high:
+                raise InputError(f"{self.name}: {name}={value} is out of range: it must be {low:g} to {high:g}.")
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The hook for transformers' `generate(custom_generate=...)`."""
+        from ..hook import generate  # a method knows nothing of what lies above it but this door
+
+        return generate(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+
+def settings(method: type[Method]) -> list[str]:
+    """The names of a method's settings."""
+    return [item.name for item in fields(method)]
+
+
+def build(method: type[Method], given: dict[str, object]) -> Method:
+    """A method with settings by name; unknown ones are refused."""
+    for name in given:
+        if name not in settings(method):
+            raise UnknownNameError(f"setting of {method.name}", name, settings(method))
+    return method(**given)

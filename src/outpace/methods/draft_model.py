@@ -1,0 +1,98 @@
+"""Speculative decoding with a draft model: a smaller model writes ahead, the target checks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..draft import Draft, Verdict, chain
+from ..errors import InputError, ModelError
+from ..models.adapter import Model
+from ..picking import Picker
+from ..pool import Sequence
+from ..runtime.plain import Engine
+from .base import Drafter, Method
+
+
+@dataclass(frozen=True)
+class DraftModel(Method):
+    """A chain of guesses from a smaller model with the same vocabulary.
+
+    model: a hub id, a folder, the name of an embedded model, or a loaded transformers model.
+    length: how many tokens it writes ahead.
+    """
+
+    name = "draft-model"
+    about = "a smaller model writes ahead"
+
+    model: Any = None
+    length: int = 5
+
+    def __post_init__(self) -> None:
+        self.check(length=(1, 64))
+        if self.model is None:
+            raise InputError(
+                "draft-model: no model given. Name a smaller model with the same vocabulary: --set model=ID_OR_FOLDER, "
+                "or DraftModel(model=...) in Python."
+            )
+
+    @property
+    def branches(self) -> bool:
+        return False
+
+    def prepare(self, model: Model) -> DraftModel:
+        from ..models.loading import as_model  # loads transformers, which the other methods do without
+
+        small = as_model(self.model, like=model)
+        if small.vocabulary != model.vocabulary:
+            raise ModelError(
+                f"draft-model: {small.name} has a vocabulary of {small.vocabulary} tokens, {model.name} one of "
+                f"{model.vocabulary}. The draft model must share the target's tokenizer."
+            )
+        return replace(self, model=small)
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        return _Drafter(self, engine, sequence, picker)
+
+
+class _Drafter(Drafter):
+    def __init__(self, method: DraftModel, engine: Engine, sequence: Sequence, picker: Picker) -> None:
+        super().__init__(engine, sequence, picker)
+        self.length = method.length
+        self.small = Engine(method.model)
+        self._open = ExitStack()
+        self.ahead = self._open.enter_context(self.small.pool.sequence(sequence.tokens))
+
+    def draft(self, room: int) -> Draft:
+        self._follow()
+        length = min(self.length, room, self.small.model.room(self.ahead.position))
+        guesses: list[int] = []
+        proposals: list[torch.Tensor | None] = [None]
+        for _ in range(length):
+            alone = chain(self.ahead.tokens[-1], (), "")
+            scores = self.small.score(self.ahead, alone)
+            token, proposal = self.picker.guess(scores.logits[0], self.ahead.tokens)
+            self.small.pool.keep(self.ahead, alone, Verdict((0,), (token,)))
+            guesses.append(token)
+            proposals.append(proposal)
+        return replace(chain(self.sequence.tokens[-1], guesses, "draft"), proposals=tuple(proposals))
+
+    def _follow(self) -> None:
+        """Bring the small model's text in line with the target's."""
+        text, ahead = self.sequence.tokens, self.ahead
+        agreed = 0
+        for ours, theirs in zip(text, ahead.tokens, strict=False):
+            if ours != theirs:
+                break
+            agreed += 1
+        self.small.pool.rewind(ahead, min(agreed, len(text) - 1))
+        ahead.tokens.extend(text[len(ahead.tokens) :])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()

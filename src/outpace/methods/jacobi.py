@@ -1,0 +1,54 @@
+"""Jacobi decoding: guess a block of tokens, let the model correct all of them at once, repeat."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from ..draft import Draft, Scores, Verdict, chain
+from ..picking import Picker
+from ..pool import Sequence
+from ..runtime.plain import Engine
+from .base import Drafter, Method
+
+
+@dataclass(frozen=True)
+class Jacobi(Method):
+    """Fixed-point iteration on the next `window` tokens (arXiv 2402.02057, Algorithm 1).
+
+    window: how many future tokens are guessed and corrected together.
+    """
+
+    name = "jacobi"
+    about = "corrects a block of guesses in parallel until it stands still"
+
+    window: int = 16
+
+    def __post_init__(self) -> None:
+        self.check(window=(1, 512))
+
+    @property
+    def branches(self) -> bool:
+        return False
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        return _Drafter(self, engine, sequence, picker)
+
+
+class _Drafter(Drafter):
+    def __init__(self, method: Jacobi, engine: Engine, sequence: Sequence, picker: Picker) -> None:
+        super().__init__(engine, sequence, picker)
+        self.window = method.window
+        self.random = random.Random(picker.sampling.seed)
+        self.guesses = self.random.choices(sequence.tokens, k=self.window)
+
+    def draft(self, room: int) -> Draft:
+        return chain(self.sequence.tokens[-1], self.guesses[:room], self._source)
+
+    _source = "jacobi"
+
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        """The model's answers behind the accepted ones are the next guesses."""
+        better = scores.logits[len(verdict.rows) :].argmax(-1).tolist()
+        fresh = self.random.choices(self.sequence.tokens, k=self.window - len(better))
+        self.guesses = [*better, *fresh]

@@ -1,0 +1,133 @@
+"""Lookahead Decoding (arXiv 2402.02057): n-grams from the model's own Jacobi trajectory, verified as they are made.
+
+The window holds the last N−1 Jacobi iterations of W future positions. With the current token c at position p,
+
+    level 0      c   s1  s2 … s(W−1)     at p, p+1, …: the spine
+    level 1      a   b   …               at p+1, …
+    …
+    level N−2    x   y   …
+
+column i goes down from spine token i, and sees the spine up to there and itself: a tree, shaped like a comb. Its
+lowest row yields the next iteration, and each column with what it yields is an n-gram for the pool.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import islice
+
+from ..draft import Draft, Scores, Tree, Verdict
+from ..errors import InputError
+from ..picking import Picker
+from ..pool import Sequence
+from ..runtime.plain import Engine
+from .base import Drafter, Method
+from .ngrams import History, NgramPool
+
+
+@dataclass(frozen=True)
+class Lookahead(Method):
+    """Lookahead Decoding.
+
+    window: W, how many future positions are guessed in parallel.
+    ngram: N, the length of the collected n-grams.
+    guesses: G, the most n-grams verified in a step; also how many the pool keeps under one token.
+    prompt_pool: also guess from the prompt and the answer so far.
+    verify_window: the window's rows may be accepted too, not the pool's n-grams alone.
+    verify_early: guess from the first step on, not only when all levels of the window are filled.
+    longest_key: how many last tokens an n-gram may be looked up by; 1 is the paper's pool.
+    shift: move the window by one place a "step" (the paper), or by one for each new "token".
+    """
+
+    name = "lookahead"
+    about = "n-grams from the model's own guesses about the future"
+
+    window: int = 15
+    ngram: int = 5
+    guesses: int = 15
+    prompt_pool: bool = True
+    verify_window: bool = True
+    verify_early: bool = True
+    longest_key: int = 3
+    shift: str = "step"
+
+    def __post_init__(self) -> None:
+        self.check(window=(1, 256), ngram=(2, 32), guesses=(0, 256), longest_key=(1, 16))
+        if self.shift not in ("step", "token"):
+            raise InputError(f"lookahead: shift={self.shift!r} is unknown: it must be 'step' or 'token'.")
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        return _Drafter(self, engine, sequence, picker)
+
+
+class _Drafter(Drafter):
+    def __init__(self, method: Lookahead, engine: Engine, sequence: Sequence, picker: Picker) -> None:
+        super().__init__(engine, sequence, picker)
+        self.method = method
+        self.random = random.Random(picker.sampling.seed)
+        self.pool = NgramPool(method.longest_key, method.guesses)
+        self.history = History(method.longest_key)
+        if method.prompt_pool:
+            self.history.extend(sequence.tokens)
+        # Levels as in the head of this file, but that level 0 is stored without the current token. It starts longer,
+        # because each step until all levels are there takes one token off every level.
+        spine = method.window - 1 + method.ngram - 2
+        self.levels: list[list[int]] = [self.random.choices(sequence.tokens, k=spine)]
+        self.tips: list[int] = []  # for each column, the row that ends it
+
+    @property
+    def full(self) -> bool:
+        return len(self.levels) == self.method.ngram - 1
+
+    def draft(self, room: int) -> Draft:
+        method = self.method
+        tree = Tree(self.sequence.tokens[-1])
+        if self.full or method.verify_early:
+            self._add_guesses(tree, room)
+        candidates = len(tree)
+        self._add_window(tree, room)
+        return tree.draft(None if method.verify_window else candidates)
+
+    def _add_guesses(self, tree: Tree, room: int) -> None:
+        length = min(self.method.ngram - 1, room)
+        text = self.sequence.tokens
+        left = self.method.guesses
+        sources = (("history", self.history.continuations(length)), ("n-gram", self.pool.continuations(text)))
+        for source, continuations in sources:
+            for continuation in continuations:
+                if not left:
+                    return
+                before = len(tree)
+                tree.insert(islice(continuation, length), source)
+                left -= len(tree) > before  # one that is there already costs nothing
+
+    def _add_window(self, tree: Tree, room: int) -> None:
+        self.tips = []
+        deepest = len(self.levels[0]) + len(self.levels) - 1
+        if deepest > room:
+            return  # the context ends here: no more probing
+        spine = [0, *tree.insert(self.levels[0], "window")]
+        for column, row in enumerate(spine):
+            tooth = [level[column] for level in self.levels[1:]]
+            self.tips.append(tree.insert(tooth, "window", below=row)[-1] if tooth else row)
+
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        if self.method.prompt_pool:
+            self.history.extend(verdict.tokens)
+        if not self.tips:
+            return
+        found: list[int] = scores.logits[self.tips].argmax(-1).tolist()
+        if self.full:
+            self._collect(draft.tokens[0], found)
+            _, first, *others = [*self.levels, found]
+            self.levels = [first[1:], *others]
+        else:
+            self.levels = [level[1:] for level in [*self.levels, found]]
+        if self.method.shift == "token":
+            beyond = len(verdict.tokens) - 1
+            self.levels = [level[beyond:] + level[:beyond] for level in self.levels]
+
+    def _collect(self, current: int, found: list[int]) -> None:
+        for column, token in enumerate([current, *self.levels[0]]):
+            self.pool.add([token, *(level[column] for level in self.levels[1:]), found[column]])

@@ -1,0 +1,48 @@
+"""What the loop needs of a model. `hf.py` gives it for transformers, `toy.py` for tests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..pool import Pool, Rows
+
+
+class Output(NamedTuple):
+    """What a forward pass leaves behind."""
+
+    logits: torch.Tensor  # [asked rows, vocabulary]
+    hidden: torch.Tensor  # [rows, width] where the last layer that ran left them
+
+
+class Model(Protocol):
+    """A causal language model that computes rows."""
+
+    name: str
+    vocabulary: int
+    layers: int
+    context: int  # positions it was made for
+    branches: bool  # False: rows must form one chain
+    chunk: int  # most rows of text that one forward should take
+    device: torch.device
+
+    def room(self, position: int) -> int:
+        """How many positions beyond `position` a draft may reach."""
+        ...
+
+    def forward(
+        self,
+        pool: Pool,
+        rows: Rows,
+        logits: int,
+        start: int = 0,
+        stop: int | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> Output:
+        """Run layers `start` to `stop` (not included; None: to the end) on the rows.
+
+        From the middle, `hidden` [rows, width] says where layer `start - 1` left them. `logits` asks for the
+        last so many rows' logits; they mean something only when the last layer has run.
+        """
+        ...

@@ -1,0 +1,337 @@
+"""The adapter to transformers: the only module that knows its internals.
+
+A model's modules are mirrored: shallow copies that share every weight, so that the user's model is never touched. In
+the mirror each decoder layer stands behind a Gate, which can skip it and hands it the mask made for it, and
+attention goes through `attend`. One ordinary forward of the mirror then runs any range of layers on any rows, with the
+architecture's own embeddings, rotary tables, norms and scalings, and no code for any one architecture here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..draft import Draft, Tree, chain
+from ..errors import UnsupportedModel
+from ..pool import Pool, Rows
+from .adapter import Output
+
+ATTENTION = "outpace"  # the name under which `attend` is known to transformers
+CHUNK = 512
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+class HFModel:
+    """A transformers causal language model, as the loop sees it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _refuse_what_cannot_work(model)
+        config = model.config.get_text_config()
+        self.name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+        self.vocabulary: int = config.vocab_size
+        self.layers: int = config.num_hidden_layers
+        self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.dtype
+        self._longrope = _longrope_threshold(config)
+        self.chunk = CHUNK if self._longrope is None else self.context
+
+        self._own_attention = bool(getattr(model, "_supports_attention_backend", False))
+        self._mirror = _Mirror(ATTENTION if self._own_attention else "eager").of(model)
+        self._control = _Control(self.layers)
+        self._layer_types = _layer_types(config)
+        self._windows = {SLIDING: getattr(config, "sliding_window", None)}
+        self._windows[CHUNKED] = getattr(config, "attention_chunk_size", None)
+        self._install_gates()
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._takes_logits_to_keep = "logits_to_keep" in accepted
+        self.branches = self._takes_positions and not getattr(config, "alibi", False)
+        self._check()
+
+    def room(self, position: int) -> int:
+        room = self.context - 1 - position
+        if self._longrope is not None and position < self._longrope:
+            # These models change all angles once any row passes the threshold, which plain decoding does later.
+            room = min(room, self._longrope - 1 - position)
+        return max(room, 0)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        pool: Pool,
+        rows: Rows,
+        logits: int,
+        start: int = 0,
+        stop: int | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> Output:
+        count = len(rows)
+        control = self._control
+        control.start, control.stop = start, self.layers if stop is None else stop
+        control.hidden = None if hidden is None else hidden[None]
+        arguments: dict[str, Any] = {
+            "input_ids": rows.tokens[None],
+            "past_key_values": _PoolCache(pool, rows),
+            "use_cache": True,
+        }
+        if self._takes_positions:
+            arguments["position_ids"] = rows.positions[None]
+        if self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = torch.arange(count - logits, count, device=self.device)
+        if self.branches:
+            control.masks = self._masks(rows)
+            arguments["attention_mask"] = next(iter(control.masks.values()))
+        else:
+            arguments["attention_mask"] = torch.ones(1, pool.used, dtype=torch.long, device=self.device)
+        try:
+            result = self._mirror(**arguments)
+            left = control.hidden
+        finally:
+            control.clear()
+        scores = result.logits[0]
+        return Output(scores[len(scores) - logits :], cast(torch.Tensor, left)[0])
+
+    def _masks(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
+        masks = {}
+        for kind in set(self._layer_types):
+            sees = rows.sees
+            size = self._windows.get(kind)
+            if kind == SLIDING and size:
+                sees = sees & (rows.positions[:, None] - rows.slot_positions < size)
+            elif kind == CHUNKED and size:
+                sees = sees & (rows.positions[:, None] // size == rows.slot_positions // size)
+            if not self._own_attention:  # transformers' eager attention adds the mask to the scores
+                sees = torch.zeros_like(sees, dtype=self.dtype).masked_fill(~sees, torch.finfo(self.dtype).min)
+            masks[kind] = sees[None, None]
+        return masks
+
+    def _install_gates(self) -> None:
+        decoder = self._mirror.get_decoder()
+        for name, child in decoder.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == self.layers:
+                gates = [
+                    _Gate(layer, index, kind, self._control)
+                    for index, (layer, kind) in enumerate(zip(child, self._layer_types, strict=True))
+                ]
+                decoder._modules[name] = nn.ModuleList(gates)
+                return
+        raise UnsupportedModel(
+            f"{type(self._mirror).__name__} keeps its {self.layers} layers in no list that Outpace can find."
+        )
+
+    def _check(self) -> None:
+        """Run a small tree and the same tokens one path at a time; refuse a model where the two disagree.
+
+        Architectures differ in ways that no attribute tells. A wrong mask would change the text, so look now.
+        """
+        text = [token % self.vocabulary for token in (11, 23, 5, 17)]
+        left, right = (
+            [token % self.vocabulary for token in (31, 8)],
+            [token % self.vocabulary for token in (2, 47)],
+        )
+        if self.branches:
+            tree = Tree(text[-1])
+            ends = [tree.insert(path, "check")[-1] for path in (left, right)]
+            together = self._logits(text, tree.draft())[ends]
+            apart = [self._logits(text, chain(text[-1], path, "check"))[-1] for path in (left, right)]
+        else:
+            together = self._logits(text, chain(text[-1], left, "check"))[[-1]]
+            apart = [self._logits([*text, *left], chain(left[-1], (), "check"))[-1]]
+        error = _disagreement(together, torch.stack(apart))
+        if not error < 0.05:  # also when it is NaN
+            raise UnsupportedModel(
+                f"{type(self._mirror).__name__} computes several tokens at once differently from one by one "
+                f"(relative difference {error:.2g}), so Outpace cannot keep its text unchanged."
+            )
+
+    def _logits(self, text: list[int], draft: Draft) -> torch.Tensor:
+        pool = Pool(self.device, capacity=16)
+        with pool.sequence(text) as sequence:
+            return self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, rows, size]
+    key: torch.Tensor,  # [1, kv heads, slots, size]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,  # [1, 1, rows, slots] bool
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # [heads] attention sinks
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of rows over the slots that each may see: the oracle for every faster kernel."""
+    if position_bias is not None:
+        raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
+    groups = query.shape[1] // key.shape[1]
+    if softcap is None and s_aux is None:
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1
+        )
+        return mixed.transpose(1, 2).contiguous(), None
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~attention_mask, -math.inf)
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores.dtype)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+class _Mirror:
+    """Copies modules without their weights' storage: the copy shares every parameter and buffer."""
+
+    def __init__(self, attention: str) -> None:
+        self._attention = attention
+        self._configs: dict[int, Any] = {}  # deepcopy's memo: shared configs stay shared
+        self._copies: dict[int, nn.Module] = {}
+
+    def of(self, module: Any) -> Any:
+        known = self._copies.get(id(module))
+        if known is not None:
+            return known
+        twin = self._copies[id(module)] = copy.copy(module)
+        twin._modules = {name: child and self.of(child) for name, child in module._modules.items()}
+        twin.training = False
+        config = module.__dict__.get("config")
+        if config is not None:
+            twin.config = copy.deepcopy(config, self._configs)
+            twin.config._attn_implementation = self._attention
+        return twin
+
+
+class _Control:
+    """What the gates of one mirror read during a forward, and the hidden states they leave."""
+
+    def __init__(self, layers: int) -> None:
+        self.last = layers - 1
+        self.clear()
+
+    def clear(self) -> None:
+        self.start = self.stop = 0
+        self.hidden: torch.Tensor | None = None
+        self.masks: dict[str, torch.Tensor] = {}
+
+
+class _Gate(nn.Module):
+    """Stands before a decoder layer: runs it or not, with the mask that its type asks for."""
+
+    def __init__(self, layer: nn.Module, index: int, kind: str, control: _Control) -> None:
+        super().__init__()
+        self.layer = layer
+        self.index = index
+        self.kind = kind
+        self.control = control
+        self.returns_tuple = False
+        names = list(inspect.signature(layer.forward).parameters)
+        self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["layer"], name)  # decoders read attributes of their layers
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        control = self.control
+        if self.index == 0 and control.hidden is not None:
+            hidden = control.hidden  # rows that come back from the middle: the embeddings are not needed
+        output: Any = (hidden,) if self.returns_tuple else hidden
+        if control.start <= self.index < control.stop:
+            mask = control.masks.get(self.kind)
+            if mask is not None and len(args) > self.mask_place:
+                args = (*args[: self.mask_place], mask, *args[self.mask_place + 1 :])
+            elif mask is not None:
+                kwargs["attention_mask"] = mask
+            output = self.layer(hidden, *args, **kwargs)
+            self.returns_tuple = isinstance(output, tuple)
+            hidden = output[0] if self.returns_tuple else output
+        if self.index == control.last:
+            control.hidden = hidden
+        return output
+
+
+class _PoolCache:
+    """The face that the pool shows to transformers' attention layers, for one forward."""
+
+    is_compileable = False
+
+    def __init__(self, pool: Pool, rows: Rows) -> None:
+        self._pool = pool
+        self._rows = rows
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pool.write(layer_idx, self._rows.slots, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._pool.used - len(self._rows)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self._pool.used, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False]  # the pool keeps every position; windows are the masks' business
+
+
+def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
+    kind = type(model).__name__
+    config = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind} has an encoder; Outpace decodes causal (decoder-only) models.")
+    foreign = set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING, CHUNKED}
+    if getattr(model, "_is_stateful", False) or foreign:
+        what = f"layers of type {', '.join(sorted(foreign))}" if foreign else "recurrent layers"
+        raise UnsupportedModel(
+            f"{kind} has {what}, whose state cannot be rolled back when a guess is wrong. "
+            "Outpace needs a model with attention in every layer."
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{kind} has no output head; load the model with AutoModelForCausalLM.")
+
+
+def _layer_types(config: Any) -> list[str]:
+    types = getattr(config, "layer_types", None)
+    if types:
+        return list(types)
+    kind = SLIDING if getattr(config, "sliding_window", None) else FULL
+    return [kind] * int(config.num_hidden_layers)
+
+
+def _longrope_threshold(config: Any) -> int | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    threshold = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return None if threshold is None else int(threshold)
+
+
+def _disagreement(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The distance of two sets of logits, relative to how much the logits vary."""
+    found, expected = found.float(), expected.float()
+    spread = (expected - expected.mean(-1, keepdim=True)).norm()
+    return float((found - expected).norm() / spread)

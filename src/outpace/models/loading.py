@@ -1,0 +1,96 @@
+"""From a name to a model: embedded, a folder, or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..errors import InputError, ModelError, UnknownNameError
+from . import bundled
+from .adapter import Model
+from .hf import HFModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Loaded(NamedTuple):
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+def load(name: str, dtype: str | torch.dtype | None = None, device: str | None = None) -> Loaded:
+    """A model and its tokenizer. By default float32 on a CPU, bfloat16 on a GPU if there is one."""
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place)
+    folder = _find(name)
+    try:
+        # transformers asks the hub about a folder's optional files, unless told that all is here.
+        local = Path(folder).is_dir()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=local)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {name!r} could not be loaded: {reason} A model folder needs config.json, safetensors weights and "
+            "tokenizer files; a hub id needs a network at first use."
+        ) from error
+    return Loaded(model.to(place).eval(), tokenizer)
+
+
+def as_model(source: str | PreTrainedModel | Model, like: Model) -> Model:
+    """A second model to run beside `like`: named, loaded, or adapted already."""
+    if isinstance(source, PreTrainedModel):
+        return HFModel(source)
+    if isinstance(source, str):
+        dtype = getattr(like, "dtype", None)
+        return HFModel(load(source, dtype, str(like.device)).model)
+    return source
+
+
+def resolve_device(device: str | None) -> torch.device:
+    """The device by name; None for a GPU where there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device {device!r} cannot be used here: {str(error).splitlines()[0]} Try --device cpu."
+        ) from error
+    return place
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype by name; None for float32 on a CPU and bfloat16 elsewhere."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    return DTYPES[dtype]
+
+
+def _find(name: str) -> str:
+    if name in bundled.NAMES:
+        return str(bundled.ensure(name))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} is not a model folder: it has no config.json.")
+        if not _has_weights(path):
+            raise ModelError(f"{path} has no weights: expected *.safetensors (or *.bin) beside config.json.")
+        return str(path)
+    if path.exists():
+        raise ModelError(f"{path} is a file. Name the folder that holds it.")
+    if "/" not in name or name.startswith((".", "/", "~")):
+        raise UnknownNameError("model (no such folder, and not a hub id like owner/name)", name, bundled.NAMES)
+    return name
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(True for pattern in ("*.safetensors", "*.bin") for _ in folder.glob(pattern))

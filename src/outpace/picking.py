@@ -1,0 +1,243 @@
+"""How the target chooses a token: processors, then greedy or keyed noise, or the papers' rejection rule.
+
+A choice depends on the logits, the text before it, and the seed. It never depends on what was drafted (but for
+the rejection rule, which keeps only the distribution). So the text is the same whatever the method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+
+from .errors import InputError, InvalidLogits
+
+Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""As in transformers: takes input ids [1, length] and scores [1, vocabulary], and returns new scores."""
+
+Proposal: TypeAlias = "tuple[int, torch.Tensor | None]"
+"""A guess, and the distribution it was drawn from (None: it was not drawn by chance)."""
+
+_TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens. The default is greedy.
+
+    `temperature` 0 is greedy. `repetition_penalty` counts prompt and answer, as in transformers;
+    `presence_penalty` and `frequency_penalty` count the answer alone. `rule` is "keyed" (the same seed gives the
+    same text with every method) or "rejection" (the papers' rule: the same distribution, another text).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: Sequence[Processor] = ()
+    seed: int = 0
+    rule: Literal["keyed", "rejection"] = "keyed"
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p < 1, "from 0 to below 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "presence_penalty": (math.isfinite(self.presence_penalty), "a finite number"),
+            "frequency_penalty": (math.isfinite(self.frequency_penalty), "a finite number"),
+            "rule": (self.rule in ("keyed", "rejection"), "'keyed' or 'rejection'"),
+        }
+        for name, (fits, allowed) in limits.items():
+            if not fits:
+                raise InputError(f"{name}={getattr(self, name)!r} is out of range: it must be {allowed}.")
+
+
+class Picker:
+    """Chooses tokens for one text, by its Sampling."""
+
+    def __init__(self, sampling: Sampling, prompt_length: int) -> None:
+        self.sampling = sampling
+        self.prompt_length = prompt_length
+        self.greedy = sampling.temperature == 0
+        self._processes = bool(
+            sampling.logit_bias
+            or sampling.processors
+            or sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        )
+
+    def choose(self, logits: torch.Tensor, prefix: Sequence[int], proposals: Sequence[Proposal] = ()) -> int:
+        """The target's token after `prefix`, given its logits there [vocabulary]."""
+        if self.sampling.rule == "rejection" and not self.greedy:
+            return self._reject(self.probabilities(logits, prefix), len(prefix), proposals)
+        return self._pick(logits, prefix, _TARGET)
+
+    def guess(self, logits: torch.Tensor, prefix: Sequence[int]) -> Proposal:
+        """A drafter's guess at `choose`, from logits of its own.
+
+        With keyed noise the guess uses the target's noise, so that a drafter who thinks alike guesses alike. The
+        rejection rule wants an independent draw and the distribution behind it.
+        """
+        if self.sampling.rule == "rejection" and not self.greedy:
+            q = self.probabilities(logits, prefix)
+            return self._draw(q, len(prefix), _GUESS), q
+        return self._pick(logits, prefix, _TARGET), None
+
+    def probabilities(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+        """The distribution [vocabulary] that a token after `prefix` is drawn from."""
+        scores = self._process(logits, prefix)
+        if self.greedy:
+            scores = torch.where(scores == scores.max(), 0.0, -math.inf)
+        return self._checked(scores).softmax(-1, dtype=torch.float64)
+
+    def _pick(self, logits: torch.Tensor, prefix: Sequence[int], stream: int) -> int:
+        scores = self._process(logits, prefix)
+        if self.greedy:
+            token = int(scores.argmax())
+            self._checked(scores[token])
+            return token
+        return self._draw_from_scores(self._checked(scores), len(prefix), stream)
+
+    def _process(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+        """Logits to scores: bias, penalties, the user's processors, then (unless greedy) temperature and cuts."""
+        setting = self.sampling
+        if self.greedy and not self._processes:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        if self._processes:
+            scores = self._penalise(scores, prefix)
+            if setting.processors:
+                ids = torch.tensor([list(prefix)], device=scores.device)
+                for processor in setting.processors:
+                    scores = processor(ids, scores[None])[0]
+        if self.greedy:
+            return scores
+        scores = scores / setting.temperature
+        if 0 < setting.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(setting.top_k).values[-1], -math.inf)
+        if setting.top_p < 1:
+            scores = _cut_top_p(scores, setting.top_p)
+        if setting.min_p > 0:
+            scores = scores.masked_fill(scores < scores.max() + math.log(setting.min_p), -math.inf)
+        return scores
+
+    def _penalise(self, scores: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+        setting = self.sampling
+        for token, bias in setting.logit_bias.items():
+            if not 0 <= token < len(scores):
+                raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {len(scores) - 1}.")
+            scores[token] += bias
+        if setting.repetition_penalty != 1:
+            seen = torch.tensor(sorted(set(prefix)), device=scores.device)
+            old = scores[seen]
+            scores[seen] = torch.where(old < 0, old * setting.repetition_penalty, old / setting.repetition_penalty)
+        if setting.presence_penalty or setting.frequency_penalty:
+            for token, count in Counter(prefix[self.prompt_length :]).items():
+                scores[token] -= setting.presence_penalty + setting.frequency_penalty * count
+        return scores
+
+    def _checked(self, scores: torch.Tensor) -> torch.Tensor:
+        best = float(scores.max())
+        if math.isnan(best):
+            raise InvalidLogits("the model's logits contain NaN")
+        if best == -math.inf:
+            raise InvalidLogits("every token is ruled out (all scores are -inf); loosen the logits processors")
+        return scores
+
+    def _draw_from_scores(self, scores: torch.Tensor, position: int, stream: int) -> int:
+        """Argmax of scores plus Gumbel noise: an exact draw from their softmax."""
+        alive = scores.isfinite().nonzero().squeeze(-1)  # after a cut few are left, and only they need noise
+        noise = gumbel(self.sampling.seed, position, stream, alive)
+        return int(alive[(scores[alive].double() + noise).argmax()])
+
+    def _draw(self, probabilities: torch.Tensor, position: int, stream: int) -> int:
+        return self._draw_from_scores(probabilities.log(), position, stream)
+
+    def _reject(self, p: torch.Tensor, position: int, proposals: Sequence[Proposal]) -> int:
+        """Accept a guess x with min(1, p(x)/q(x)); at a refusal go on with the normalised positive part of p − q.
+
+        Guesses under one row were drawn from the same q without replacement, in this order; a guess that was not
+        drawn has all of q to itself.
+        """
+        refused: list[int] = []
+        for turn, (token, drawn_from) in enumerate(proposals):
+            if drawn_from is None:
+                q = torch.zeros_like(p)
+                q[token] = 1
+            else:
+                q = drawn_from.clone()
+                q[refused] = 0
+                q /= q.sum()
+            chance = torch.tensor([turn], device=p.device)
+            if float(uniform(self.sampling.seed, position, _ACCEPT, chance)) * q[token] < p[token]:
+                return token
+            p = (p - q).clamp(min=0)
+            p = p / p.sum()
+            refused.append(token)
+        return self._draw(p, position, _TARGET)
+
+
+def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the fewest best tokens whose probabilities reach `top_p`."""
+    best, order = scores.sort(descending=True)
+    mass = best.softmax(-1).cumsum(-1)
+    kept = int((mass < top_p).sum()) + 1
+    cut = torch.full_like(scores, -math.inf)
+    return cut.scatter(0, order[:kept], best[:kept])
+
+
+def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.Tensor:
+    """Numbers in (0, 1), one for each index, that depend on nothing but the arguments: the same on every device.
+
+    >>> a, b = uniform(0, 5, 0, torch.tensor([3, 4])).tolist()
+    >>> a == float(uniform(0, 5, 0, torch.tensor([3]))) and a != b
+    True
+    """
+    first, second = _key(seed, position, stream)
+    high = _mix(_mix(index ^ (first & _LOW)) ^ (first >> 32))
+    low = _mix(_mix(index ^ (second & _LOW)) ^ (second >> 32))
+    bits = (high << 20) | (low >> 12)  # 52 bits
+    return (bits.double() + 0.5) * 2.0**-52
+
+
+def gumbel(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, keyed like `uniform`."""
+    return -torch.log(-torch.log(uniform(seed, position, stream, index)))
+
+
+_LOW = 0xFFFFFFFF
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit numbers (kept in int64) that spreads every input bit over all output bits."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _LOW
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _LOW
+    return x ^ (x >> 16)
+
+
+def _key(seed: int, position: int, stream: int) -> tuple[int, int]:
+    """Two 64-bit keys from the seed and the place, by splitmix64."""
+    state = seed & (2**64 - 1)
+    for value in (position, stream, 1):
+        state = _splitmix(state ^ _splitmix(value))
+    return state, _splitmix(state)
+
+
+def _splitmix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return x ^ (x >> 31)

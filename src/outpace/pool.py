@@ -1,0 +1,182 @@
+"""The pool of KV slots, and the sequences that own them.
+
+A slot holds one token's keys and values in every layer. A sequence owns slots in the order of its text;
+accepting rows keeps their slots, rejecting rows frees them, and nothing is ever copied but when the pool grows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .draft import Draft, Mask, Verdict
+
+FIRST_CAPACITY = 512
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ready to be computed: the token, its position, the slot it writes and the slots it may see."""
+
+    tokens: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    slots: torch.Tensor  # [rows]
+    sees: torch.Tensor  # [rows, used slots] bool
+    slot_positions: torch.Tensor  # [used slots] the position that each slot holds
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class Sequence:
+    """One text: its tokens, and the slots of those that are computed. The last tokens may not be, yet."""
+
+    tokens: list[int]
+    slots: list[int] = field(default_factory=list)  # slots[i] holds tokens[i]
+    drafted: list[int] = field(default_factory=list)  # slots of rows that await the verdict
+
+    @property
+    def position(self) -> int:
+        """The position of the last token."""
+        return len(self.tokens) - 1
+
+
+class Pool:
+    """KV storage in slots, shared by any number of sequences.
+
+    Storage is made at the first write, when the shapes are known, and doubles when slots run out.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", capacity: int = FIRST_CAPACITY) -> None:
+        self.device = torch.device(device)
+        self.capacity = capacity
+        self.used = 0  # slots from here on were never taken, so no row need look there
+        self._free: list[int] = []  # a heap of slots below `used`: the lowest go first, so the pool stays dense
+        self._positions = np.zeros(capacity, dtype=np.int64)
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [1, heads, capacity, head size]
+
+    @property
+    def held(self) -> int:
+        """How many slots are in somebody's hands."""
+        return self.used - len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held by keys and values."""
+        return sum(part.nbytes for layer in self._layers.values() for part in layer)
+
+    @contextmanager
+    def sequence(self, tokens: Items[int]) -> Iterator[Sequence]:
+        """A sequence whose slots come back however the block ends."""
+        sequence = Sequence(list(tokens))
+        try:
+            yield sequence
+        finally:
+            self.free(sequence.slots + sequence.drafted)
+            sequence.slots, sequence.drafted = [], []
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` slots, the lowest free ones."""
+        reused = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        fresh = list(range(self.used, self.used + count - len(reused)))
+        self.used += len(fresh)
+        if self.used > self.capacity:
+            self._grow()
+        return reused + fresh
+
+    def free(self, slots: Items[int]) -> None:
+        """Give slots back."""
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+        if not self.held:
+            self._free.clear()
+            self.used = 0
+
+    def place(self, sequence: Sequence, draft: Draft) -> Rows:
+        """Give slots to the sequence's tokens that are not computed yet, then to the draft's guesses.
+
+        The last of those tokens is the draft's row 0, so a draft of n rows comes out as the last n rows.
+        """
+        behind = sequence.tokens[len(sequence.slots) : -1]
+        positions = [*range(len(sequence.slots), sequence.position)]
+        positions += [sequence.position + depth for depth in draft.depths]
+        among = np.ones((len(positions), len(positions)), dtype=np.bool_)
+        among[: len(behind)] = np.tri(len(behind), len(positions), dtype=np.bool_)
+        among[len(behind) :, len(behind) :] = draft.ancestors()
+        sequence.drafted = self.allocate(len(positions))
+        return self._rows(sequence, [*behind, *draft.tokens], positions, sequence.drafted, among)
+
+    def place_text(self, sequence: Sequence, count: int) -> Rows:
+        """Give slots to the next `count` tokens that are not computed yet. They need no verdict."""
+        start, stop = len(sequence.slots), len(sequence.slots) + count
+        slots = self.allocate(count)
+        among = np.tri(count, dtype=np.bool_)
+        rows = self._rows(sequence, sequence.tokens[start:stop], range(start, stop), slots, among)
+        sequence.slots.extend(slots)
+        return rows
+
+    def keep(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
+        """Make the accepted path part of the sequence, and free the other rows' slots."""
+        behind = len(sequence.drafted) - len(draft)
+        kept = [*range(behind), *(behind + row for row in verdict.rows)]
+        accepted = [sequence.drafted[row] for row in kept]
+        rejected = set(sequence.drafted).difference(accepted)
+        sequence.slots.extend(accepted)
+        sequence.drafted = []
+        sequence.tokens.extend(verdict.tokens)
+        self.free(sorted(rejected))
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        """Shorten the sequence to its first `length` tokens."""
+        self.free(sequence.slots[length:])
+        del sequence.slots[length:]
+        del sequence.tokens[length:]
+
+    def write(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store rows' keys and values at one layer; return all that the pool holds there."""
+        stored = self._layers.get(layer)
+        if stored is None:
+            stored = self._layers[layer] = (self._make(keys), self._make(values))
+        stored[0].index_copy_(2, slots, keys)
+        stored[1].index_copy_(2, slots, values)
+        return stored[0][:, :, : self.used], stored[1][:, :, : self.used]
+
+    def _make(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not garbage: a masked slot still enters the product, and 0 * NaN is NaN.
+        return like.new_zeros((1, like.shape[1], self.capacity, like.shape[3]))
+
+    def _grow(self) -> None:
+        before = self.capacity
+        while self.capacity < self.used:
+            self.capacity *= 2
+        self._positions = np.concatenate([self._positions, np.zeros(self.capacity - before, dtype=np.int64)])
+        for layer, stored in self._layers.items():
+            larger = tuple(self._make(part) for part in stored)
+            for new, old in zip(larger, stored, strict=True):
+                new[:, :, :before] = old
+            self._layers[layer] = (larger[0], larger[1])
+
+    def _rows(
+        self, sequence: Sequence, tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask
+    ) -> Rows:
+        """Rows that see all of the sequence's computed tokens, and `among` themselves what it says."""
+        self._positions[slots] = positions
+        sees = np.zeros((len(slots), self.used), dtype=np.bool_)
+        sees[:, sequence.slots] = True
+        sees[:, slots] = among
+        return Rows(
+            tokens=torch.tensor(tokens, device=self.device),
+            positions=torch.tensor(positions, device=self.device),
+            slots=torch.tensor(slots, device=self.device),
+            sees=torch.from_numpy(sees).to(self.device),
+            slot_positions=torch.from_numpy(self._positions[: self.used].copy()).to(self.device),
+        )

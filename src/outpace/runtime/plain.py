@@ -1,0 +1,26 @@
+"""The plain runtime: rows are executed by ordinary forward passes, on any device."""
+
+from __future__ import annotations
+
+from ..draft import Draft, Scores
+from ..models.adapter import Model
+from ..pool import Pool, Sequence
+
+
+class Engine:
+    """A model and the pool its rows live in."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.pool = Pool(model.device)
+
+    def score(self, sequence: Sequence, draft: Draft) -> Scores:
+        """Compute the draft's rows, and before them whatever text of the sequence is not computed yet."""
+        if not (draft.is_chain or self.model.branches):
+            raise AssertionError("a branching draft reached a model that takes chains only")
+        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > self.model.chunk:
+            rows = self.pool.place_text(sequence, min(behind, self.model.chunk))
+            self.model.forward(self.pool, rows, logits=0)
+        rows = self.pool.place(sequence, draft)
+        output = self.model.forward(self.pool, rows, logits=len(draft))
+        return Scores(output.logits, output.hidden[-len(draft) :])

@@ -1,0 +1,95 @@
+"""From tokens to text as they come, and where the text ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+_INCOMPLETE = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
+
+
+class TextStream:
+    """Turns tokens into text piece by piece, whole characters only, and finds stop strings on the way.
+
+    Text that may be the beginning of a stop string is held back until that is decided.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._tokens: list[int] = []
+        self._start = 0  # decoding begins here: one piece back, since tokenizers look at what is before a token
+        self._shown = 0  # tokens before this are in `text`
+        self.text = ""
+        self.stopped = False
+        self._taken = 0
+
+    def push(self, token: int) -> None:
+        """Take in one token."""
+        self._tokens.append(token)
+        piece = self._piece()
+        if not piece.endswith(_INCOMPLETE):
+            self._show(piece)
+
+    def finish(self) -> None:
+        """No more tokens will come."""
+        self._show(self._piece())
+        self._stop = ()
+
+    def take(self) -> str:
+        """The text that is certain and was not taken before."""
+        end = len(self.text) - self._undecided()
+        taken, self._taken = self.text[self._taken : end], max(end, self._taken)
+        return taken
+
+    def _piece(self) -> str:
+        before = self._decode(self._tokens[self._start : self._shown])
+        return self._decode(self._tokens[self._start :])[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _show(self, piece: str) -> None:
+        if self.stopped:
+            return
+        if piece:
+            self._start, self._shown = self._shown, len(self._tokens)
+        old = len(self.text)
+        self.text += piece
+        places = [self.text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stop]
+        found = [place for place in places if place >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.stopped = True
+
+    def _undecided(self) -> int:
+        """How many last characters may belong to a stop string that is not complete."""
+        if self.stopped:
+            return 0
+        return max(
+            (
+                length
+                for stop in self._stop
+                for length in range(1, min(len(stop), len(self.text) + 1))
+                if self.text.endswith(stop[:length])
+            ),
+            default=0,
+        )
+
+
+class Ending:
+    """Says where a text ends: at an end-of-text token, a stop string, or its greatest length."""
+
+    def __init__(self, limit: int, ends: Collection[int], stream: TextStream | None = None) -> None:
+        self._left = limit
+        self._ends = frozenset(ends)
+        self._stream = stream
+
+    def __call__(self, token: int) -> str | None:
+        self._left -= 1
+        if self._stream is not None:
+            self._stream.push(token)
+        if token in self._ends or (self._stream is not None and self._stream.stopped):
+            return "stop"
+        return None if self._left > 0 else "length"

@@ -1,0 +1,36 @@
+"""Verification: walk down the draft with the target's own choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .draft import Draft, Scores, Verdict
+from .picking import Picker
+
+
+def verify(
+    draft: Draft,
+    scores: Scores,
+    picker: Picker,
+    text: Sequence[int],
+    finished: Callable[[int], bool],
+) -> Verdict:
+    """The target chooses after row 0; where a child carries the choice, it chooses there too, and so on.
+
+    `text` is the committed text, row 0's token last. `finished` is told each choice and says whether the text
+    ends with it; nothing beyond an end is looked at.
+
+    Every token of the verdict is the target's own choice, so a draft can only change how many come at once.
+    """
+    rows, tokens = [0], list[int]()
+    prefix = list(text)
+    row: int | None = 0
+    while row is not None:
+        proposals = [(draft.tokens[child], draft.proposal(child)) for child in draft.children[row]]
+        token = picker.choose(scores.logits[row], prefix, proposals)
+        tokens.append(token)
+        prefix.append(token)
+        row = None if finished(token) else draft.child(row, token)
+        if row is not None:
+            rows.append(row)
+    return Verdict(tuple(rows), tuple(tokens))
