@@ -64,8 +64,7 @@ class Method:
         if self.branches and not model.branches:
             raise UnsupportedModel(
                 f"{model.name} computes chains of tokens only (its positions are counted from the mask), and "
-                f"{self.name} drafts trees. Use autoregressive, jacobi, draft-model, or prompt-lookup with "
-                "continuations=1."
+                f"{self.name} drafts trees. Use autoregressive, jacobi, draft-model, or prompt-lookup with tree=false."
             )
         return self
 
@@ -74,11 +73,12 @@ class Method:
         raise NotImplementedError
 
     def check(self, **limits: tuple[float, float]) -> None:
-        """Raise InputError for a setting outside its limits, both included."""
+        """Raise InputError for a setting outside its limits, both included. Float limits allow fractions."""
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InputError(f"{self.name}: {name}={value!r} must be a whole number.")
+            kinds, kind = ((int, float), "a number") if isinstance(low, float) else (int, "a whole number")
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise InputError(f"{self.name}: {name}={value!r} must be {kind}.")
             if not low <= value <= high:
                 raise InputError(f"{self.name}: {name}={value} is out of range: it must be {low:g} to {high:g}.")
 

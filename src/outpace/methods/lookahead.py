@@ -14,8 +14,8 @@ lowest row yields the next iteration, and each column with what it yields is an 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import islice
 
 from ..draft import Draft, Scores, Tree, Verdict
 from ..errors import InputError
@@ -24,6 +24,8 @@ from ..pool import Sequence
 from ..runtime.plain import Engine
 from .base import Drafter, Method
 from .ngrams import History, NgramPool
+
+HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Lookahead(Method):
     prompt_pool: also guess from the prompt and the answer so far.
     verify_window: the window's rows may be accepted too, not the pool's n-grams alone.
     verify_early: guess from the first step on, not only when all levels of the window are filled.
-    longest_key: how many last tokens an n-gram may be looked up by; 1 is the paper's pool.
+    longest_key: how many last tokens a guess may be looked up by; 1 is the paper's pool.
+    reach: how far a guess from the prompt and the answer may go; the paper's n-grams end after N−1 tokens.
+    recycle: remember what the model says after every row, the rejected ones too, not after the window alone.
     shift: move the window by one place a "step" (the paper), or by one for each new "token".
     """
 
@@ -49,11 +53,13 @@ class Lookahead(Method):
     prompt_pool: bool = True
     verify_window: bool = True
     verify_early: bool = True
-    longest_key: int = 3
+    longest_key: int = 4
+    reach: int = 16
+    recycle: bool = True
     shift: str = "step"
 
     def __post_init__(self) -> None:
-        self.check(window=(1, 256), ngram=(2, 32), guesses=(0, 256), longest_key=(1, 16))
+        self.check(window=(1, 256), ngram=(2, 32), guesses=(0, 256), longest_key=(1, 16), reach=(1, 64))
         if self.shift not in ("step", "token"):
             raise InputError(f"lookahead: shift={self.shift!r} is unknown: it must be 'step' or 'token'.")
 
@@ -90,17 +96,23 @@ class _Drafter(Drafter):
         return tree.draft(None if method.verify_window else candidates)
 
     def _add_guesses(self, tree: Tree, room: int) -> None:
-        length = min(self.method.ngram - 1, room)
-        text = self.sequence.tokens
-        left = self.method.guesses
-        sources = (("history", self.history.continuations(length)), ("n-gram", self.pool.continuations(text)))
-        for source, continuations in sources:
-            for continuation in continuations:
-                if not left:
-                    return
-                before = len(tree)
-                tree.insert(islice(continuation, length), source)
-                left -= len(tree) > before  # one that is there already costs nothing
+        """Guesses from the text, then from the pool, to the number of rows that G whole n-grams would take."""
+        ngram = self.method.ngram - 1
+        most = 1 + self.method.guesses * ngram
+        self.history.grow(tree, most, min(self.method.reach, room), HISTORY_FLOOR, "history")
+        for run in self.pool.continuations(self.sequence.tokens):
+            if len(tree) >= most:
+                return
+            tree.insert(self._prolonged(run, min(ngram, room)), "n-gram")
+
+    def _prolonged(self, run: Items[int], length: int) -> list[int]:
+        path = list(run[:length])
+        while self.method.recycle and len(path) < length:
+            more = next(self.pool.continuations(path), None)
+            if more is None:
+                break
+            path += more[: length - len(path)]
+        return path
 
     def _add_window(self, tree: Tree, room: int) -> None:
         self.tips = []
@@ -115,6 +127,10 @@ class _Drafter(Drafter):
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         if self.method.prompt_pool:
             self.history.extend(verdict.tokens)
+        if self.method.recycle:
+            answers = scores.logits.argmax(-1).tolist()
+            for row in range(len(draft) - 1, 0, -1):
+                self.pool.add([draft.tokens[draft.parents[row]], draft.tokens[row], answers[row]])
         if not self.tips:
             return
         found: list[int] = scores.logits[self.tips].argmax(-1).tolist()

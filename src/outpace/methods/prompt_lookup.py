@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..draft import Draft, Scores, Tree, Verdict
-from ..errors import InputError
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
@@ -15,29 +14,30 @@ from .ngrams import History
 
 @dataclass(frozen=True)
 class PromptLookup(Method):
-    """Continuations of earlier occurrences of the text's end, several merged in one tree.
+    """Guesses what followed the text's end elsewhere in it, the likeliest merged in one tree.
 
-    longest, shortest: how many last tokens must match; longer matches come first.
-    length: how many tokens a continuation has.
-    continuations: how many are tried in a step.
+    longest: how many last tokens are compared; longer matches count more.
+    rows: how many rows a draft may have.
+    depth: how many tokens it may look ahead.
+    floor: the least chance that a guess must have. Raise it where rows cost time.
+    tree: False for the likeliest chain alone.
     """
 
     name = "prompt-lookup"
     about = "guesses that the text repeats itself"
 
     longest: int = 4
-    shortest: int = 1
-    length: int = 10
-    continuations: int = 8
+    rows: int = 64
+    depth: int = 16
+    floor: float = 0.0
+    tree: bool = True
 
     def __post_init__(self) -> None:
-        self.check(longest=(1, 64), shortest=(1, 64), length=(1, 512), continuations=(1, 512))
-        if self.shortest > self.longest:
-            raise InputError(f"prompt-lookup: shortest={self.shortest} must not be above longest={self.longest}.")
+        self.check(longest=(1, 64), rows=(1, 1024), depth=(1, 512), floor=(0.0, 1.0))
 
     @property
     def branches(self) -> bool:
-        return self.continuations > 1
+        return self.tree
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)
@@ -47,18 +47,13 @@ class _Drafter(Drafter):
     def __init__(self, method: PromptLookup, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)
         self.method = method
-        self.history = History(method.longest, method.shortest)
+        self.history = History(method.longest)
         self.history.extend(sequence.tokens)
 
     def draft(self, room: int) -> Draft:
+        method = self.method
         tree = Tree(self.sequence.tokens[-1])
-        left = self.method.continuations
-        for continuation in self.history.continuations(min(self.method.length, room)):
-            if not left:
-                break
-            before = len(tree)
-            tree.insert(continuation, source="lookup")
-            left -= len(tree) > before  # one that adds nothing costs nothing
+        self.history.grow(tree, method.rows, min(method.depth, room), method.floor, "lookup", method.tree)
         return tree.draft()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:

@@ -1,0 +1,147 @@
+"""A race: several methods write from one prompt, one after another, and their texts are compared.
+
+Nothing is drawn here. Whoever draws gives `run` a callback; the clock stands still while it works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TypeAlias
+
+from .decoder import Decoder, Prompt
+from .draft import Step
+from .methods import Method
+from .picking import Sampling
+
+WARM_UP_TOKENS = 3
+
+CPU_SETTINGS: dict[str, dict[str, object]] = {
+    # On a CPU every row of a draft costs time: a 135M model on two cores takes three rows in about twice, sixteen in
+    # about four times the time of one. The methods' own settings are for GPUs, where rows are nearly free. These
+    # small ones gave the most tokens a step for the time.
+    "jacobi": {"window": 4},
+    "prompt-lookup": {"length": 7, "continuations": 1},
+    "lookahead": {"window": 4, "ngram": 4, "guesses": 4},
+}
+
+
+@dataclass
+class Run:
+    """One method's text as it grows."""
+
+    method: Method
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    accepted_per_step: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    finish_reason: str | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.accepted_per_step)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return len(self.token_ids) / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+    def follow(self, stream: Iterator[Step]) -> Iterator[Step]:
+        """Pass the steps on, counted and timed. The time that the receiver takes for a step is not counted."""
+        while True:
+            start = perf_counter()
+            step = next(stream, None)
+            self.seconds += perf_counter() - start
+            if step is None:
+                return
+            self.text += step.text
+            self.token_ids += step.tokens
+            self.sources += step.sources
+            self.accepted_per_step.append(len(step.tokens))
+            self.finish_reason = step.finish
+            yield step
+
+
+@dataclass(frozen=True)
+class Race:
+    """The finished runs, compared with the first."""
+
+    runs: list[Run]
+
+    @property
+    def identical(self) -> bool:
+        """Whether all methods wrote the same tokens."""
+        return all(self.differs_at(run) is None for run in self.runs)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one line."""
+        first = self.runs[0]
+        if self.identical:
+            return f"identical: {count(self.runs, 'method')} wrote the same {count(first.token_ids, 'token')}"
+        others = [
+            f"{run.method.name} at token {place}" for run in self.runs if (place := self.differs_at(run)) is not None
+        ]
+        return f"different: not the text of {first.method.name}: {', '.join(others)}"
+
+    def differs_at(self, run: Run) -> int | None:
+        """The first new token, counted from 1, where a run leaves the first run's text; None if it never does."""
+        return first_difference(self.runs[0].token_ids, run.token_ids)
+
+    def speed(self, run: Run) -> float:
+        """A run's tokens per second over the first run's."""
+        return run.tokens_per_second / self.runs[0].tokens_per_second
+
+
+OnStep: TypeAlias = Callable[[int, Run, Step], None]
+"""Told the number of the method, its run so far, and the new step."""
+
+
+def run(
+    decoder: Decoder,
+    methods: Sequence[Method],
+    prompt: Prompt,
+    sampling: Sampling,
+    max_new_tokens: int,
+    raw: bool = False,
+    on_step: OnStep | None = None,
+) -> Race:
+    """Let each method write from `prompt`, one after another."""
+    prepared = [decoder.prepare(method) for method in methods]
+    # The first calls pay for memory and kernels that later ones find ready. Nobody's clock should show that.
+    for method in prepared:
+        options = {"max_new_tokens": min(WARM_UP_TOKENS, max_new_tokens), "sampling": sampling, "raw": raw}
+        decoder.generate(prompt, method=method, **options)
+    runs = [Run(method) for method in prepared]
+    for number, lane in enumerate(runs):
+        stream = decoder.stream(prompt, method=lane.method, max_new_tokens=max_new_tokens, sampling=sampling, raw=raw)
+        for step in lane.follow(stream):
+            if on_step is not None:
+                on_step(number, lane, step)
+    return Race(runs)
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """The first place, counted from 1, where two token lists differ.
+
+    >>> first_difference([5, 6, 7], [5, 9, 7]), first_difference([5], [5, 6]), first_difference([5], [5])
+    (2, 2, None)
+    """
+    for place, (ours, theirs) in enumerate(zip(expected, found, strict=False), start=1):
+        if ours != theirs:
+            return place
+    return None if len(expected) == len(found) else min(len(expected), len(found)) + 1
+
+
+def count(things: Sequence[object], noun: str) -> str:
+    """A number with its noun.
+
+    >>> count([1, 2], "token")
+    '2 tokens'
+    """
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"

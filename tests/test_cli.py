@@ -1,0 +1,364 @@
+"""The command line: what goes to which stream, what a mistake says, and the exit codes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from outpace import Decoder, Sampling, cli, load, race
+from outpace.draft import Step
+from outpace.methods import Jacobi, make
+from outpace.models import bundled
+
+KEYS = [
+    *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "tokens_per_step", "seconds"),
+    *("tokens_per_second", "method", "finish_reason", "accepted_per_step", "lossless", "sources"),
+]
+CONTEXT = 96
+END = "<end>"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama whose tokens are bytes."""
+    place = tmp_path_factory.mktemp("tiny")
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END]
+    bytewise = Tokenizer(token_models.BPE({word: number for number, word in enumerate(words)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=END)
+    tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    tokenizer.save_pretrained(place)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.5,  # large, so that the text is not one token over and over
+    )
+    LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def no_template(folder: Path, tmp_path: Path) -> Path:
+    """The same model with a tokenizer that has no chat template."""
+    copy = tmp_path / "plain"
+    shutil.copytree(folder, copy)
+    (copy / "chat_template.jinja").unlink()
+    return copy
+
+
+def outpace(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    """Run the command. An exception that is a bug comes through."""
+    return CliRunner().invoke(cli.app, [str(item) for item in arguments], input=stdin, catch_exceptions=False)
+
+
+def generate(folder: Path, *arguments: object, prompt: str = "hello", **options: Any) -> Result:
+    return outpace("generate", prompt, "--model", folder, "--device", "cpu", *arguments, **options)
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """One line on standard error that has all the words, nothing on standard output, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("outpace: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+class TestGenerate:
+    def test_json_has_exactly_the_promised_keys_and_is_all_of_standard_output(self, folder: Path) -> None:
+        result = generate(folder, "--max-new-tokens", 12, "--json")
+        assert result.exit_code == 0
+        assert result.stderr == ""
+        assert result.stdout.count("\n") == 1
+        answer = json.loads(result.stdout)
+        assert list(answer) == KEYS
+        assert answer["method"] == "lookahead"
+        assert answer["lossless"] is True
+        assert answer["new_tokens"] == len(answer["token_ids"]) == sum(answer["accepted_per_step"]) <= 12
+        assert answer["steps"] == len(answer["accepted_per_step"])
+        assert answer["tokens_per_step"] == answer["new_tokens"] / answer["steps"]
+        assert answer["prompt_tokens"] == len("[hello]")
+        assert len(answer["sources"]) == answer["new_tokens"]
+        assert answer["finish_reason"] in ("stop", "length")
+
+    def test_streams_the_text_and_sums_up_on_standard_error(self, folder: Path) -> None:
+        text = json.loads(generate(folder, "--max-new-tokens", 12, "--json").stdout)["text"]
+        result = generate(folder, "--max-new-tokens", 12)
+        assert result.stdout == text + "\n"
+        assert result.stderr.startswith("lookahead: 12 tokens, ")
+        for word in ("steps", "tokens a step", "tokens/s"):
+            assert word in result.stderr
+        assert result.stderr.count("\n") == 1
+
+    def test_prompt_from_standard_input(self, folder: Path) -> None:
+        direct = generate(folder, "--max-new-tokens", 8, prompt="grüße")
+        piped = generate(folder, "--max-new-tokens", 8, prompt="-", stdin="grüße")
+        assert piped.stdout == direct.stdout
+
+    def test_same_seed_same_text_with_every_method(self, folder: Path) -> None:
+        options = ("--temperature", 0.9, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--seed", 7)
+        penalties = ("--repetition-penalty", 1.1, "--presence-penalty", 0.1, "--frequency-penalty", 0.1)
+        texts = {
+            generate(folder, *options, *penalties, "--max-new-tokens", 20, "--method", method).stdout
+            for method in ("autoregressive", "jacobi", "lookahead")
+        }
+        assert len(texts) == 1
+
+    def test_stop_text_ends_the_answer(self, folder: Path) -> None:
+        whole = generate(folder, "--max-new-tokens", 30).stdout[:-1]
+        stop = next(letter for letter in whole[3:] if letter not in whole[:3])
+        assert generate(folder, "--max-new-tokens", 30, "--stop", stop).stdout == whole[: whole.index(stop)] + "\n"
+
+    def test_settings_are_read_by_type(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = []
+
+        def note(model: str, method: Any, *rest: object) -> Decoder:
+            seen.append(method)
+            return load(model, method=method, device="cpu")
+
+        monkeypatch.setattr(cli, "_load", note)
+        settings = ("window=3", "ngram=4", "prompt_pool=false", "verify_window=True", "shift=token")
+        result = generate(folder, "--max-new-tokens", 2, *(word for item in settings for word in ("--set", item)))
+        assert result.exit_code == 0
+        assert seen == [make("lookahead", window=3, ngram=4, prompt_pool=False, verify_window=True, shift="token")]
+
+    def test_defaults_are_those_of_the_library(self) -> None:
+        defaults = {name: parameter.default for name, parameter in inspect.signature(cli.generate).parameters.items()}
+        given = {name: value for name, value in vars(Sampling()).items() if name in defaults}
+        assert {name: defaults[name] for name in given} == given
+        assert len(given) == 9  # all but logit_bias and processors
+
+    def test_interrupt_in_the_middle_of_a_text(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        stream = Decoder.stream
+
+        def interrupted(self: Decoder, *args: Any, **options: Any) -> Iterator[Step]:
+            yield from islice(stream(self, *args, **options), 8)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Decoder, "stream", interrupted)
+        result = generate(folder)
+        assert result.exit_code == 130
+        assert result.stdout
+        assert result.stderr == "\noutpace: interrupted\n"
+        assert generate(folder, "--json").stdout == ""
+
+    def test_a_bug_keeps_its_traceback(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*_: object, **__: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(Decoder, "stream", broken)
+        with pytest.raises(ZeroDivisionError):
+            generate(folder)
+
+
+class TestRefusals:
+    @pytest.fixture
+    def unloaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """These mistakes must be found before the model is loaded."""
+        monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("the model was loaded"))
+
+    @pytest.mark.usefixtures("unloaded")
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("--method", "lookahed"), ("unknown method 'lookahed'", "Did you mean 'lookahead'?")),
+            (("--set", "windw=3"), ("unknown setting of lookahead 'windw'", "Did you mean 'window'?")),
+            (("--set", "window=0"), ("lookahead: window=0", "1 to 256")),
+            (("--set", "window=many"), ("lookahead: window='many'", "whole number")),
+            (("--set", "window=1.5"), ("lookahead: window='1.5'", "whole number")),
+            (("--set", "prompt_pool=yes"), ("lookahead: prompt_pool='yes'", "true or false")),
+            (("--set", "window"), ("--set window", "NAME=VALUE")),
+            (("--set", "=3"), ("--set =3", "NAME=VALUE")),
+            (("--method", "draft-model"), ("draft-model: no model given", "--set model=")),
+            (("--temperature", "-1"), ("temperature=-1.0",)),
+            (("--top-p", "0"), ("top_p=0.0",)),
+            (("--rule", "papers"), ("rule='papers'", "'keyed' or 'rejection'")),
+        ],
+    )
+    def test_before_the_model_is_loaded(self, folder: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+        assert_refused(generate(folder, *arguments, "--json"), *words)
+
+    @pytest.mark.usefixtures("unloaded")
+    def test_prompt_that_is_no_text(self, folder: Path) -> None:
+        assert_refused(generate(folder, prompt="-", stdin=b"\xff\xfe"), "the prompt is not UTF-8 text")
+        assert_refused(generate(folder, prompt="\udcff"), "the prompt is not UTF-8 text")
+
+    @pytest.mark.parametrize("tokens", [0, -3])
+    def test_no_tokens_to_write(self, folder: Path, tokens: int) -> None:
+        assert_refused(generate(folder, "--max-new-tokens", tokens), f"max_new_tokens={tokens} must be 1 or more")
+
+    @pytest.mark.parametrize("raw", [[], ["--raw"]])
+    def test_empty_prompt(self, folder: Path, raw: list[str]) -> None:
+        assert_refused(generate(folder, *raw, prompt=""), "the prompt is empty")
+        assert_refused(generate(folder, *raw, prompt="-", stdin=" \n"), "the prompt is empty")
+
+    def test_empty_stop(self, folder: Path) -> None:
+        assert_refused(generate(folder, "--stop", ""), "empty stop string")
+
+    def test_prompt_longer_than_the_context(self, folder: Path) -> None:
+        assert_refused(generate(folder, prompt="x" * CONTEXT), f"{CONTEXT + 2} tokens", f"context of {CONTEXT}")
+
+    def test_folder_without_weights(self, folder: Path, tmp_path: Path) -> None:
+        shutil.copy(folder / "config.json", tmp_path)
+        assert_refused(generate(tmp_path), str(tmp_path), "has no weights")
+
+    def test_unknown_model_dtype_device(self, folder: Path) -> None:
+        assert_refused(generate(Path("smollm2-135")), "'smollm2-135'", "Did you mean 'smollm2-135m'?")
+        assert_refused(generate(folder, "--dtype", "float23"), "unknown dtype 'float23'", "'float32'")
+        assert_refused(generate(folder, "--device", "abacus"), "device 'abacus'", "--device cpu")
+
+    def test_tokenizer_without_chat_template(self, no_template: Path) -> None:
+        assert_refused(generate(no_template, "--max-new-tokens", 2), "no chat template", "--raw")
+        assert generate(no_template, "--max-new-tokens", 2, "--raw").exit_code == 0
+
+
+class TestRace:
+    def run(self, folder: Path, *arguments: object) -> Result:
+        return outpace("race", "hello hello", "--model", folder, "--device", "cpu", "--max-new-tokens", 24, *arguments)
+
+    def test_identical(self, folder: Path) -> None:
+        result = self.run(folder)
+        assert result.exit_code == 0
+        assert result.stdout.endswith("identical: 4 methods wrote the same 24 tokens\n")
+        for method in ("autoregressive", "jacobi", "prompt-lookup", "lookahead"):
+            assert f"{method}: " in result.stdout  # its settings
+        assert result.stdout.count(" identical") == 4
+        assert "differs" not in result.stdout
+        assert "\x1b" not in result.stdout
+        assert result.stderr == ""
+
+    def test_text_is_printed_once_without_a_terminal(self, folder: Path) -> None:
+        text = json.loads(self.run(folder, "--json").stdout)["runs"][0]["text"]
+        assert self.run(folder).stdout.startswith(text + "\n")
+
+    def test_different(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A method that would change the third token is found out."""
+        follow = race.Run.follow
+
+        def spoilt(self: race.Run, stream: Iterator[Step]) -> Iterator[Step]:
+            yield from follow(self, stream)
+            if isinstance(self.method, Jacobi):
+                self.token_ids[2] += 1
+
+        monkeypatch.setattr(race.Run, "follow", spoilt)
+        result = self.run(folder)
+        assert result.exit_code == 1
+        assert "differs at token 3" in result.stdout
+        assert result.stdout.endswith("different: not the text of autoregressive: jacobi at token 3\n")
+        answer = self.run(folder, "--json")
+        assert answer.exit_code == 1
+        assert json.loads(answer.stdout)["identical"] is False
+
+    def test_json(self, folder: Path) -> None:
+        result = self.run(folder, "--json", "--methods", "autoregressive, lookahead", "--temperature", 0.8)
+        assert result.exit_code == 0
+        assert result.stderr == ""
+        answer = json.loads(result.stdout)
+        assert list(answer) == ["model", "prompt", "identical", "verdict", "runs"]
+        first, second = answer["runs"]
+        assert (first["method"], second["method"]) == ("autoregressive", "lookahead")
+        assert first["token_ids"] == second["token_ids"]
+        assert first["steps"] == first["new_tokens"] == 24
+        assert first["speed"] == 1
+        assert second["differs_at"] is None
+
+    def test_settings_over_the_small_ones_for_a_cpu(self, folder: Path) -> None:
+        answer = json.loads(self.run(folder, "--json", "--set", "lookahead.window=2").stdout)
+        settings = {run["method"]: run["settings"] for run in answer["runs"]}
+        assert settings["lookahead"]["window"] == 2
+        assert settings["lookahead"]["ngram"] == race.CPU_SETTINGS["lookahead"]["ngram"]
+        assert settings["jacobi"] == race.CPU_SETTINGS["jacobi"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("--methods", "autoregressive,jacoby"), ("unknown method 'jacoby'", "'jacobi'")),
+            (("--set", "window=5"), ("--set window=5", "METHOD.NAME=VALUE")),
+            (("--set", "lookahed.window=5"), ("unknown method in this race 'lookahed'", "'lookahead'")),
+            (("--set", "lookahead.windw=5"), ("unknown setting of lookahead 'windw'", "'window'")),
+            (("--set", "lookahead.window=x"), ("lookahead: window='x'",)),
+            (("--top-p", "2"), ("top_p=2.0",)),
+        ],
+    )
+    def test_refused_before_the_model_is_loaded(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("the model was loaded"))
+        assert_refused(self.run(folder, *arguments), *words)
+
+    def test_no_tokens_to_write(self, folder: Path) -> None:
+        assert_refused(self.run(folder, "--max-new-tokens", 0), "max_new_tokens=0 must be 1 or more")
+
+    @pytest.mark.parametrize(("width", "height"), [(140, 40), (80, 24), (40, 5)])
+    def test_board_on_a_terminal(self, folder: Path, width: int, height: int) -> None:
+        """Every frame fits the screen, the last picture has the whole text, and the clock is the methods' own."""
+        decoder = load(str(folder), method="autoregressive", device="cpu")
+        methods = [make(name) for name in ("autoregressive", "jacobi", "prompt-lookup", "lookahead")]
+        with open(folder / "screen", "w", encoding="utf-8") as screen:
+            console = Console(file=screen, force_terminal=True, width=width, height=height, color_system="truecolor")
+            board = cli._Board(console, methods, decoder.tokenizer)
+            with board:
+                outcome = race.run(decoder, methods, "hello", Sampling(), 24, on_step=board.show)
+                fits = len(console.render_lines(board)) <= max(height, 18 if width < 120 else 10)
+            with console.capture() as capture:
+                cli._print_race(console, board, methods, outcome)
+        assert fits
+        assert all(name in capture.get() for name in ("autoregressive", "lookahead", "■ model", "identical"))
+
+
+class TestModels:
+    def test_lists_the_embedded_model(self) -> None:
+        result = outpace("models")
+        assert result.exit_code == 0
+        for word in ("smollm2-135m", "Apache-2.0", str(bundled.cache_folder() / "smollm2-135m"), "hub id"):
+            assert word in result.stdout
+
+    def test_json_and_states(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(bundled, "cache_folder", lambda: tmp_path)
+
+        def state() -> str:
+            (entry,) = json.loads(outpace("models", "--json").stdout)["models"]
+            assert list(entry) == ["name", "state", "folder", "licence", "description"]
+            return str(entry["state"])
+
+        assert state() == "fetched at first use"
+        (tmp_path / "smollm2-135m").mkdir()
+        assert state() == "broken: delete the folder"
+        monkeypatch.setattr(bundled, "is_ready", lambda name: True)
+        assert state() == "ready"
+
+
+class TestHelp:
+    def test_names_every_command(self) -> None:
+        result = outpace("--help")
+        assert result.exit_code == 0
+        for command in ("generate", "race", "models"):
+            assert command in result.stdout
+
+    def test_unknown_option_is_a_usage_error(self) -> None:
+        result = outpace("generate", "hi", "--colour")
+        assert result.exit_code == 2
+        assert result.stdout == ""
