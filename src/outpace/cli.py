@@ -463,7 +463,7 @@ def _print_race(console: Console, board: _Board, methods: Sequence[Method], outc
     if console.is_terminal:
         console.print(board.whole())
     else:
-        console.print(Text(outcome.runs[0].text), soft_wrap=True)
+        typer.echo(outcome.runs[0].text)  # as it is; rich would drop control characters
     console.print(_table(outcome))
     for method in methods:
         settings = " ".join(f"{name}={json.dumps(value)}" for name, value in _settings(method).items())

@@ -133,11 +133,16 @@ class Pool:
         sequence.tokens.extend(verdict.tokens)
         self.free(sorted(rejected))
 
-    def rewind(self, sequence: Sequence, length: int) -> None:
-        """Shorten the sequence to its first `length` tokens."""
-        self.free(sequence.slots[length:])
-        del sequence.slots[length:]
-        del sequence.tokens[length:]
+    def rewrite(self, sequence: Sequence, text: Items[int]) -> None:
+        """Make `text` the sequence's text. What it has in common with the old one stays computed."""
+        common = 0
+        for old, new in zip(sequence.tokens, text[:-1], strict=False):  # the last token is a draft's row 0 again
+            if old != new:
+                break
+            common += 1
+        self.free(sequence.slots[common:])
+        del sequence.slots[common:]
+        sequence.tokens[:] = text
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

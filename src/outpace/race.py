@@ -18,12 +18,12 @@ from .picking import Sampling
 WARM_UP_TOKENS = 3
 
 CPU_SETTINGS: dict[str, dict[str, object]] = {
-    # On a CPU every row of a draft costs time: a 135M model on two cores takes three rows in about twice, sixteen in
-    # about four times the time of one. The methods' own settings are for GPUs, where rows are nearly free. These
-    # small ones gave the most tokens a step for the time.
-    "jacobi": {"window": 4},
-    "prompt-lookup": {"length": 7, "continuations": 1},
-    "lookahead": {"window": 4, "ngram": 4, "guesses": 4},
+    # The methods' own settings are for GPUs, where rows are nearly free. On a CPU rows cost time: a 135M model in
+    # float32 on two cores takes up to eight rows in about twice the time of one, and then ever longer. So all
+    # drafts are kept to about eight rows.
+    "jacobi": {"window": 7},
+    "prompt-lookup": {"rows": 8},
+    "lookahead": {"window": 2, "ngram": 3, "guesses": 2},
 }
 
 

@@ -68,7 +68,7 @@ class _Drafter(Drafter):
         self.ahead = self._open.enter_context(self.small.pool.sequence(sequence.tokens))
 
     def draft(self, room: int) -> Draft:
-        self._follow()
+        self.small.pool.rewrite(self.ahead, self.sequence.tokens)
         length = min(self.length, room, self.small.model.room(self.ahead.position))
         guesses: list[int] = []
         proposals: list[torch.Tensor | None] = [None]
@@ -80,17 +80,6 @@ class _Drafter(Drafter):
             guesses.append(token)
             proposals.append(proposal)
         return replace(chain(self.sequence.tokens[-1], guesses, "draft"), proposals=tuple(proposals))
-
-    def _follow(self) -> None:
-        """Bring the small model's text in line with the target's."""
-        text, ahead = self.sequence.tokens, self.ahead
-        agreed = 0
-        for ours, theirs in zip(text, ahead.tokens, strict=False):
-            if ours != theirs:
-                break
-            agreed += 1
-        self.small.pool.rewind(ahead, min(agreed, len(text) - 1))
-        ahead.tokens.extend(text[len(ahead.tokens) :])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

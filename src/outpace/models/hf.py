@@ -44,7 +44,7 @@ class HFModel:
         self.chunk = CHUNK if self._longrope is None else self.context
 
         self._own_attention = bool(getattr(model, "_supports_attention_backend", False))
-        self._mirror = _Mirror(ATTENTION if self._own_attention else "eager").of(model)
+        self._mirror = _Mirror(ATTENTION if self._own_attention else _dense_attention(model)).of(model)
         self._control = _Control(self.layers)
         self._layer_types = _layer_types(config)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
@@ -109,7 +109,7 @@ class HFModel:
                 sees = sees & (rows.positions[:, None] - rows.slot_positions < size)
             elif kind == CHUNKED and size:
                 sees = sees & (rows.positions[:, None] // size == rows.slot_positions // size)
-            if not self._own_attention:  # transformers' eager attention adds the mask to the scores
+            if not self._own_attention:  # the model's own attention adds the mask to the scores
                 sees = torch.zeros_like(sees, dtype=self.dtype).masked_fill(~sees, torch.finfo(self.dtype).min)
             masks[kind] = sees[None, None]
         return masks
@@ -310,6 +310,12 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{kind} has no output head; load the model with AutoModelForCausalLM.")
+
+
+def _dense_attention(model: PreTrainedModel) -> str:
+    """For models with attention code of their own: what they use now, if it takes a mask [rows, slots]."""
+    used = str(model.config._attn_implementation)
+    return used if used in ("eager", "sdpa") else "eager"
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -1,0 +1,44 @@
+"""Models of a few lines, for tests and examples."""
+
+from __future__ import annotations
+
+import torch
+
+from ..pool import Pool, Rows
+from .adapter import Output
+
+
+class Bigram:
+    """A model whose logits depend on the last token alone, by a table.
+
+    >>> model = Bigram(torch.eye(3).roll(1, 1))  # 0, 1, 2, 0, 1, …
+    >>> import outpace
+    >>> outpace.Decoder(model).generate([0], max_new_tokens=4).token_ids
+    [1, 2, 0, 1]
+    """
+
+    layers = 1
+    branches = True
+    chunk = 512
+    device = torch.device("cpu")
+
+    def __init__(self, logits: torch.Tensor, context: int = 4096) -> None:
+        self.name = "bigram"
+        self.table = logits  # [last token, next token]
+        self.vocabulary = len(logits)
+        self.context = context
+
+    def room(self, position: int) -> int:
+        return max(self.context - 1 - position, 0)
+
+    def forward(
+        self,
+        pool: Pool,
+        rows: Rows,
+        logits: int,
+        start: int = 0,
+        stop: int | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> Output:
+        tokens = rows.tokens
+        return Output(self.table[tokens[len(tokens) - logits :]], torch.zeros(len(tokens), 1))

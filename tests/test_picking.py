@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.errors import InputError, InvalidLogits
+from outpace.picking import Picker, Sampling, gumbel, uniform
+
+from .statistics import chi_square_fits
+
+LOGITS = torch.randn(97, generator=torch.Generator().manual_seed(3)) * 3
+
+
+def test_uniform_is_uniform_and_independent() -> None:
+    numbers = torch.stack([uniform(1, position, 0, torch.arange(500)) for position in range(200)])
+    assert 0 < numbers.min() and numbers.max() < 1
+    cells = (numbers * 20).long().flatten()
+    assert chi_square_fits(torch.bincount(cells, minlength=20), torch.full((20,), 1 / 20))
+    pairs = (numbers[:, 1:] * 5).long() * 5 + (numbers[:, :-1] * 5).long()
+    assert chi_square_fits(torch.bincount(pairs.flatten(), minlength=25), torch.full((25,), 1 / 25))
+    later = (numbers[1:] * 5).long() * 5 + (numbers[:-1] * 5).long()
+    assert chi_square_fits(torch.bincount(later.flatten(), minlength=25), torch.full((25,), 1 / 25))
+
+
+@given(st.integers(), st.integers(0, 10**6), st.integers(0, 2), st.integers(0, 200_000))
+def test_noise_depends_on_its_key_alone(seed: int, position: int, stream: int, token: int) -> None:
+    alone = gumbel(seed, position, stream, torch.tensor([token]))
+    among = gumbel(seed, position, stream, torch.tensor([5, token, 9]))[1:2]
+    assert torch.equal(alone, among)
+    assert alone.isfinite().all()
+
+
+def test_seeds_positions_and_streams_differ() -> None:
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (-1, 0, 0)]
+    assert len({float(uniform(*key, torch.tensor([7]))) for key in keys}) == len(keys)
+
+
+def test_greedy_is_argmax() -> None:
+    assert Picker(Sampling(), 1).choose(LOGITS, [1]) == int(LOGITS.argmax())
+
+
+@pytest.mark.parametrize("rule", ["keyed", "rejection"])
+def test_temperature_sampling_has_the_softmax_distribution(rule: str) -> None:
+    table = LOGITS[:8]
+    picker = Picker(Sampling(temperature=1.5, rule=rule, seed=4), 1)  # type: ignore[arg-type]
+    draws = torch.tensor([picker.choose(table, [0] * length) for length in range(5000)])
+    assert chi_square_fits(torch.bincount(draws, minlength=8), (table / 1.5).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("setting", "processor"),
+    [
+        ({"top_k": 5}, transformers.TopKLogitsWarper(5)),
+        ({"top_p": 0.7}, transformers.TopPLogitsWarper(0.7)),
+        ({"min_p": 0.1}, transformers.MinPLogitsWarper(0.1)),
+        ({"repetition_penalty": 1.3}, transformers.RepetitionPenaltyLogitsProcessor(1.3)),
+    ],
+)
+def test_settings_mean_what_they_mean_in_transformers(setting: dict[str, float], processor: object) -> None:
+    prefix = [4, 9, 4, 60]
+    ours = Picker(Sampling(temperature=1.0, **setting), 2).probabilities(LOGITS, prefix)  # type: ignore[arg-type]
+    theirs = processor(torch.tensor([prefix]), LOGITS[None].clone())[0].softmax(-1)  # type: ignore[operator]
+    assert torch.allclose(ours.float(), theirs, atol=1e-6)
+
+
+def test_penalties_count_the_answer_alone() -> None:
+    picker = Picker(Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25), prompt_length=2)
+    expected = LOGITS.clone()
+    expected[7] -= 0.5 + 2 * 0.25
+    expected[8] -= 0.5 + 0.25
+    found = picker.probabilities(LOGITS, [7, 9, 7, 8, 7])
+    assert torch.allclose(found.float(), expected.softmax(-1), atol=1e-6)
+
+
+def test_logit_bias() -> None:
+    assert Picker(Sampling(logit_bias={13: 1000.0}), 1).choose(LOGITS, [1]) == 13
+    with pytest.raises(InputError, match="token 97"):
+        Picker(Sampling(logit_bias={97: 1.0}), 1).choose(LOGITS, [1])
+
+
+def test_a_users_processor_sees_the_rows_own_prefix() -> None:
+    seen = []
+
+    def forbid_last(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.tolist())
+        return scores.index_fill(1, ids[0, -1:], -math.inf)
+
+    best = int(LOGITS.argmax())
+    second = int(LOGITS.topk(2).indices[1])
+    assert Picker(Sampling(processors=[forbid_last]), 1).choose(LOGITS, [3, best]) == second
+    assert seen == [[[3, best]]]
+
+
+def test_processors_do_not_change_the_models_logits() -> None:
+    before = LOGITS.clone()
+    Picker(Sampling(temperature=0.5, repetition_penalty=2.0, top_p=0.5, logit_bias={1: 3.0}), 1).choose(LOGITS, [1, 2])
+    assert torch.equal(LOGITS, before)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)])
+def test_nan_is_an_error_never_a_token(sampling: Sampling) -> None:
+    bad = LOGITS.clone()
+    bad[50] = math.nan
+    with pytest.raises(InvalidLogits, match="NaN"):
+        Picker(sampling, 1).choose(bad, [1])
+
+
+def test_no_token_left_is_an_error() -> None:
+    def forbid_all(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -math.inf)
+
+    for temperature in (0.0, 1.0):
+        with pytest.raises(InvalidLogits, match="ruled out"):
+            Picker(Sampling(temperature=temperature, processors=[forbid_all]), 1).choose(LOGITS, [1])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 1.0},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": math.inf},
+        {"rule": "best"},
+    ],
+)
+def test_settings_out_of_range_are_named(bad: dict[str, float]) -> None:
+    (name,) = bad
+    with pytest.raises(InputError, match=name):
+        Sampling(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""The house: imports point one way, and the public names are as listed."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import outpace
+
+ROOT = Path(outpace.__file__).parent
+# A module may import from its own level's package and from the levels before it.
+LEVELS = [
+    ["errors", "draft"],
+    ["picking", "pool"],
+    ["verifying"],
+    ["models"],
+    ["runtime"],
+    ["heads"],
+    ["methods"],
+    ["loop"],
+    ["text"],
+    ["hook", "decoder"],
+    ["bench", "race"],
+    ["serve", "cli"],
+]
+# `Method.__call__` is the door that transformers' generate comes in by: it opens when called, not when imported.
+DOORS = {("methods", "hook")}
+
+
+def level(part: str) -> int:
+    return next(index for index, names in enumerate(LEVELS) if part in names)
+
+
+def imports() -> list[tuple[str, str]]:
+    """(importing part, imported part) for every import in the package, at any depth in the code."""
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        place = file.relative_to(ROOT).with_suffix("").parts
+        if place == ("__init__",):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            targets = []
+            if isinstance(node, ast.ImportFrom):
+                package = ("outpace", *place)[: len(place) + 1 - node.level] if node.level else ()
+                base = [*package, *(node.module or "").split(".")]
+                targets = [[*base, alias.name] for alias in node.names]
+            elif isinstance(node, ast.Import):
+                targets = [alias.name.split(".") for alias in node.names]
+            for target in targets:
+                parts = [part for part in target if part]
+                if parts[0] == "outpace" and len(parts) > 1:
+                    found.append((place[0], parts[1]))
+    return found
+
+
+def test_imports_are_seen() -> None:
+    assert ("loop", "methods") in imports()
+    assert ("methods", "hook") in imports()
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        (importer, imported)
+        for importer, imported in imports()
+        if importer != imported and level(imported) >= level(importer) and (importer, imported) not in DOORS
+    ]
+    assert wrong == []
+
+
+def test_only_models_know_transformers() -> None:
+    users = {
+        file.relative_to(ROOT).as_posix()
+        for file in ROOT.rglob("*.py")
+        if "transformers" in {name.split(".")[0] for name in _imported_modules(file)}
+    }
+    assert {user for user in users if not user.startswith("models/")} <= {"cli.py"}
+
+
+def _imported_modules(file: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module or "")
+    return names
+
+
+def test_public_names() -> None:
+    assert outpace.__all__ == sorted(outpace.__all__)
+    for name in outpace.__all__:
+        assert getattr(outpace, name).__doc__, name
+
+
+MODULES = [
+    "outpace." + ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for file in sorted(ROOT.rglob("*.py"))
+    if ">>>" in file.read_text()
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0
