@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import multiprocessing
 import statistics
@@ -40,7 +41,7 @@ PUBLISHED: dict[str, Any] = {
     "verify_window": False,
     "verify_early": False,
     "longest_key": 1,
-    "reach": 4,
+    "reach": 0,
     "recycle": False,
     "shift": "step",
 }
@@ -57,15 +58,15 @@ STEPS: dict[str, Method] = {
     "lookahead, window not verified": Lookahead(verify_window=False),
     "lookahead, shift by token": Lookahead(shift="token"),
     "lookahead, keys of one token": Lookahead(longest_key=1),
-    "lookahead, reach 4": Lookahead(reach=4),
+    "lookahead, reach 0": Lookahead(reach=0),
     "lookahead, no recycling": Lookahead(recycle=False),
 }
 # On a CPU every row costs, so the clock runs small settings too.
 CLOCK: dict[str, Method] = {
-    "jacobi (4)": Jacobi(window=4),
-    "prompt-lookup (floor 0.01)": PromptLookup(floor=0.01),
-    "prompt-lookup": PromptLookup(),
-    "lookahead (3, 3, 3)": Lookahead(window=3, ngram=3, guesses=3),
+    "jacobi (7)": Jacobi(window=7),
+    "prompt-lookup (8 rows)": PromptLookup(rows=8),
+    "prompt-lookup (64 rows)": PromptLookup(),
+    "lookahead (2, 3, 2)": Lookahead(window=2, ngram=3, guesses=2),
     "lookahead (15, 5, 15)": Lookahead(),
 }
 
@@ -81,6 +82,7 @@ def open_model(name: str, dtype: str, device: str, threads: int) -> None:
     _decoder = Decoder(_model, tokenizer)
 
 
+@functools.cache
 def first_layers(count: int) -> Any:
     """A draft model: the target's own first layers, under its own head."""
     config = copy.deepcopy(_model.config)
@@ -210,7 +212,7 @@ def equal_table(rows: list[dict[str, Any]]) -> Table:
 def steps_table(rows: list[dict[str, Any]]) -> Table:
     tasks = list(dict.fromkeys(sorted(row["task"] for row in rows)))
     table = Table("method", *tasks, "all", "mean of tasks")
-    for name in STEPS:
+    for name in dict.fromkeys(row["method"] for row in rows):
         ratios = [ratio(row for row in rows if row["method"] == name and row["task"] == task) for task in tasks]
         whole = ratio(row for row in rows if row["method"] == name)
         mean = sum(ratios) / len(ratios)
@@ -243,6 +245,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON lines; finished work in it is not done again")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
     parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
+    parser.add_argument("--only", default="", help="methods whose name begins so, for steps")
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
@@ -257,7 +260,8 @@ def main() -> None:
         table = equal_table(run(units, equal_unit, arguments))
     elif arguments.what == "steps":
         questions = spec_bench(arguments.data, arguments.each)
-        units = [{**question, "method": name} for name in STEPS for question in questions]
+        chosen = [name for name in STEPS if name.startswith(arguments.only)]
+        units = [{**question, "method": name} for name in chosen for question in questions]
         table = steps_table(run(units, steps_unit, arguments))
     else:
         units = [

@@ -66,7 +66,9 @@ def test_lookaheads_window_is_a_comb(window: int, ngram: int) -> None:
     """The paper's mask: level-0 token i sees level 0 up to i; level-l token i sees that and its own column."""
     tree = Tree(0)
     spine = [0, *tree.insert(range(1, window), "window")]
-    columns = [tree.insert([100 * (i + 1) + j for j in range(ngram - 2)], "window", below=spine[i]) for i in range(window)]
+    columns = [
+        tree.insert([100 * (i + 1) + j for j in range(ngram - 2)], "window", below=spine[i]) for i in range(window)
+    ]
     sees = tree.draft().ancestors()
     for i, column in enumerate(columns):
         assert set(sees[spine[i]].nonzero()[0]) == set(spine[: i + 1])

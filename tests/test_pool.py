@@ -61,6 +61,7 @@ def test_sequences_keep_their_own_slots_through_random_steps(data: Any) -> None:
                 check_sequence(pool, other)
             assert not set(one.slots) & set(two.slots)
             assert pool.held == len(one.slots) + len(two.slots)
+            assert pool.used == max([*one.slots, *two.slots], default=-1) + 1
         sequences = [one, two]
     assert pool.held == 0
     assert all(sequence.slots == [] for sequence in sequences)

@@ -57,15 +57,12 @@ class Pool:
     def __init__(self, device: torch.device | str = "cpu", capacity: int = FIRST_CAPACITY) -> None:
         self.device = torch.device(device)
         self.capacity = capacity
-        self.used = 0  # slots from here on were never taken, so no row need look there
-        self._free: list[int] = []  # a heap of slots below `used`: the lowest go first, so the pool stays dense
+        self.held = 0  # how many slots are taken
+        self.used = 0  # no slot from here on is taken, so no row need look there
+        self._taken = np.zeros(capacity, dtype=np.bool_)
+        self._free: list[int] = []  # a heap: the lowest go first, so the pool stays dense; may hold taken ones
         self._positions = np.zeros(capacity, dtype=np.int64)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [1, heads, capacity, head size]
-
-    @property
-    def held(self) -> int:
-        """How many slots are in somebody's hands."""
-        return self.used - len(self._free)
 
     @property
     def bytes(self) -> int:
@@ -84,20 +81,28 @@ class Pool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` slots, the lowest free ones."""
-        reused = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
-        fresh = list(range(self.used, self.used + count - len(reused)))
+        slots: list[int] = []
+        while self._free and len(slots) < count:
+            slot = heapq.heappop(self._free)
+            if slot < self.used and not self._taken[slot]:
+                self._taken[slot] = True
+                slots.append(slot)
+        fresh = range(self.used, self.used + count - len(slots))
+        if fresh.stop > self.capacity:
+            self._grow(fresh.stop)
+        self._taken[fresh.start : fresh.stop] = True
         self.used += len(fresh)
-        if self.used > self.capacity:
-            self._grow()
-        return reused + fresh
+        self.held += count
+        return [*slots, *fresh]
 
     def free(self, slots: Items[int]) -> None:
         """Give slots back."""
         for slot in slots:
             heapq.heappush(self._free, slot)
-        if not self.held:
-            self._free.clear()
-            self.used = 0
+        self._taken[list(slots)] = False
+        self.held -= len(slots)
+        while self.used and not self._taken[self.used - 1]:
+            self.used -= 1
 
     def place(self, sequence: Sequence, draft: Draft) -> Rows:
         """Give slots to the sequence's tokens that are not computed yet, then to the draft's guesses.
@@ -159,11 +164,12 @@ class Pool:
         # Zeros, not garbage: a masked slot still enters the product, and 0 * NaN is NaN.
         return like.new_zeros((1, like.shape[1], self.capacity, like.shape[3]))
 
-    def _grow(self) -> None:
+    def _grow(self, needed: int) -> None:
         before = self.capacity
-        while self.capacity < self.used:
+        while self.capacity < needed:
             self.capacity *= 2
-        self._positions = np.concatenate([self._positions, np.zeros(self.capacity - before, dtype=np.int64)])
+        self._positions = np.pad(self._positions, (0, self.capacity - before))
+        self._taken = np.pad(self._taken, (0, self.capacity - before))
         for layer, stored in self._layers.items():
             larger = tuple(self._make(part) for part in stored)
             for new, old in zip(larger, stored, strict=True):

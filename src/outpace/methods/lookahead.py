@@ -39,7 +39,8 @@ class Lookahead(Method):
     verify_window: the window's rows may be accepted too, not the pool's n-grams alone.
     verify_early: guess from the first step on, not only when all levels of the window are filled.
     longest_key: how many last tokens a guess may be looked up by; 1 is the paper's pool.
-    reach: how far a guess from the prompt and the answer may go; the paper's n-grams end after N−1 tokens.
+    reach: how far a guess from the prompt and the answer may go. 0: they are cut in n-grams for the pool, as in the
+        paper.
     recycle: remember what the model says after every row, the rejected ones too, not after the window alone.
     shift: move the window by one place a "step" (the paper), or by one for each new "token".
     """
@@ -59,7 +60,7 @@ class Lookahead(Method):
     shift: str = "step"
 
     def __post_init__(self) -> None:
-        self.check(window=(1, 256), ngram=(2, 32), guesses=(0, 256), longest_key=(1, 16), reach=(1, 64))
+        self.check(window=(1, 256), ngram=(2, 32), guesses=(0, 256), longest_key=(1, 16), reach=(0, 64))
         if self.shift not in ("step", "token"):
             raise InputError(f"lookahead: shift={self.shift!r} is unknown: it must be 'step' or 'token'.")
 
@@ -74,8 +75,8 @@ class _Drafter(Drafter):
         self.random = random.Random(picker.sampling.seed)
         self.pool = NgramPool(method.longest_key, method.guesses)
         self.history = History(method.longest_key)
-        if method.prompt_pool:
-            self.history.extend(sequence.tokens)
+        for length in range(1, len(sequence.tokens) + 1):
+            self._read(sequence.tokens[max(0, length - method.ngram) : length])
         # Levels as in the head of this file, but that level 0 is stored without the current token. It starts longer,
         # because each step until all levels are there takes one token off every level.
         spine = method.window - 1 + method.ngram - 2
@@ -125,8 +126,9 @@ class _Drafter(Drafter):
             self.tips.append(tree.insert(tooth, "window", below=row)[-1] if tooth else row)
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
-        if self.method.prompt_pool:
-            self.history.extend(verdict.tokens)
+        text, ngram = self.sequence.tokens, self.method.ngram
+        for length in range(len(text) - len(verdict.tokens) + 1, len(text) + 1):
+            self._read(text[max(0, length - ngram) : length])
         if self.method.recycle:
             answers = scores.logits.argmax(-1).tolist()
             for row in range(len(draft) - 1, 0, -1):
@@ -143,6 +145,13 @@ class _Drafter(Drafter):
         if self.method.shift == "token":
             beyond = len(verdict.tokens) - 1
             self.levels = [level[beyond:] + level[:beyond] for level in self.levels]
+
+    def _read(self, end: list[int]) -> None:
+        """Take in one token of text, the last of `end`."""
+        if self.method.prompt_pool and self.method.reach:
+            self.history.extend(end[-1:])
+        elif self.method.prompt_pool and len(end) == self.method.ngram:
+            self.pool.add(end)
 
     def _collect(self, current: int, found: list[int]) -> None:
         for column, token in enumerate([current, *self.levels[0]]):
