@@ -18,9 +18,9 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from outpace import Decoder, Sampling, cli, load, race
+from outpace import Decoder, Sampling, board, cli, decoder, load, race
 from outpace.draft import Step
-from outpace.methods import Jacobi, make
+from outpace.methods import ON_CPU, make
 from outpace.models import bundled
 
 KEYS = [
@@ -143,7 +143,9 @@ class TestGenerate:
         settings = ("window=3", "ngram=4", "prompt_pool=false", "verify_window=True", "shift=token")
         result = generate(folder, "--max-new-tokens", 2, *(word for item in settings for word in ("--set", item)))
         assert result.exit_code == 0
-        assert seen == [make("lookahead", window=3, ngram=4, prompt_pool=False, verify_window=True, shift="token")]
+        assert seen == [
+            make("lookahead", cpu=True, window=3, ngram=4, prompt_pool=False, verify_window=True, shift="token")
+        ]
 
     def test_defaults_are_those_of_the_library(self) -> None:
         defaults = {name: parameter.default for name, parameter in inspect.signature(cli.generate).parameters.items()}
@@ -256,14 +258,14 @@ class TestRace:
 
     def test_different(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A method that would change the third token is found out."""
-        follow = race.Run.follow
+        follow = decoder.Result.follow
 
-        def spoilt(self: race.Run, stream: Iterator[Step]) -> Iterator[Step]:
+        def spoilt(self: decoder.Result, stream: Iterator[Step]) -> Iterator[Step]:
             yield from follow(self, stream)
-            if isinstance(self.method, Jacobi):
+            if self.method == "jacobi":
                 self.token_ids[2] += 1
 
-        monkeypatch.setattr(race.Run, "follow", spoilt)
+        monkeypatch.setattr(decoder.Result, "follow", spoilt)
         result = self.run(folder)
         assert result.exit_code == 1
         assert "differs at token 3" in result.stdout
@@ -286,11 +288,11 @@ class TestRace:
         assert second["differs_at"] is None
 
     def test_settings_over_the_small_ones_for_a_cpu(self, folder: Path) -> None:
-        answer = json.loads(self.run(folder, "--json", "--set", "lookahead.window=2").stdout)
+        answer = json.loads(self.run(folder, "--json", "--set", "lookahead.window=3").stdout)
         settings = {run["method"]: run["settings"] for run in answer["runs"]}
-        assert settings["lookahead"]["window"] == 2
-        assert settings["lookahead"]["ngram"] == race.CPU_SETTINGS["lookahead"]["ngram"]
-        assert settings["jacobi"] == race.CPU_SETTINGS["jacobi"]
+        assert settings["lookahead"]["window"] == 3
+        assert settings["lookahead"]["ngram"] == ON_CPU["lookahead"]["ngram"]
+        assert settings["jacobi"] == ON_CPU["jacobi"]
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -315,16 +317,16 @@ class TestRace:
     @pytest.mark.parametrize(("width", "height"), [(140, 40), (80, 24), (40, 5)])
     def test_board_on_a_terminal(self, folder: Path, width: int, height: int) -> None:
         """Every frame fits the screen, the last picture has the whole text, and the clock is the methods' own."""
-        decoder = load(str(folder), method="autoregressive", device="cpu")
+        tiny = load(str(folder), method="autoregressive", device="cpu")
         methods = [make(name) for name in ("autoregressive", "jacobi", "prompt-lookup", "lookahead")]
         with open(folder / "screen", "w", encoding="utf-8") as screen:
             console = Console(file=screen, force_terminal=True, width=width, height=height, color_system="truecolor")
-            board = cli._Board(console, methods, decoder.tokenizer)
-            with board:
-                outcome = race.run(decoder, methods, "hello", Sampling(), 24, on_step=board.show)
-                fits = len(console.render_lines(board)) <= max(height, 18 if width < 120 else 10)
+            drawn = board.Board(console, methods, tiny.tokenizer)
+            with drawn:
+                outcome = race.run(tiny, methods, "hello", Sampling(), 24, on_step=drawn.show)
+                fits = len(console.render_lines(drawn)) <= max(height, 18 if width < 120 else 10)
             with console.capture() as capture:
-                cli._print_race(console, board, methods, outcome)
+                board.print_race(console, drawn, methods, outcome)
         assert fits
         assert all(name in capture.get() for name in ("autoregressive", "lookahead", "■ model", "identical"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -192,7 +193,7 @@ def check_distribution(method: Method, rule: str, texts: int, length: int = 50) 
     for seed in range(texts):
         sampling = Sampling(temperature=1.3, top_k=5, seed=seed, rule=rule)  # type: ignore[arg-type]
         text = [seed % WORDS, *write(decoder, method, [seed % WORDS], sampling, length)]
-        for before, after in zip(text, text[1:], strict=False):
+        for before, after in itertools.pairwise(text):
             counts[before, after] += 1
     assert counts.sum() == texts * length
     scores = TARGET / 1.3

@@ -18,7 +18,8 @@ LOGITS = torch.randn(97, generator=torch.Generator().manual_seed(3)) * 3
 
 def test_uniform_is_uniform_and_independent() -> None:
     numbers = torch.stack([uniform(1, position, 0, torch.arange(500)) for position in range(200)])
-    assert numbers.min() > 0 and numbers.max() < 1
+    assert numbers.min() > 0
+    assert numbers.max() < 1
     cells = (numbers * 20).long().flatten()
     assert chi_square_fits(torch.bincount(cells, minlength=20), torch.full((20,), 1 / 20))
     pairs = (numbers[:, 1:] * 5).long() * 5 + (numbers[:, :-1] * 5).long()

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from .decoder import Decoder, Result, load
-from .draft import Draft, Scores, Step, Tree, Verdict
-from .errors import (
-    FetchError,
-    InputError,
-    InvalidLogits,
-    ModelError,
-    OutpaceError,
-    UnknownNameError,
-    UnsupportedModel,
-)
-from .methods import Autoregressive, DraftModel, Jacobi, Lookahead, Method, PromptLookup
-from .picking import Sampling
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .decoder import Decoder, Result, load
+    from .draft import Draft, Scores, Step, Tree, Verdict
+    from .errors import (
+        FetchError,
+        InputError,
+        InvalidLogits,
+        ModelError,
+        OutpaceError,
+        UnknownNameError,
+        UnsupportedModel,
+    )
+    from .methods import Autoregressive, DraftModel, Jacobi, Lookahead, Method, PromptLookup
+    from .picking import Sampling
 
 __version__ = "0.1.0"
+
+# torch and transformers take seconds to import, so a name is fetched from its home when it is first used.
+_HOMES = {
+    "decoder": ("Decoder", "Result", "load"),
+    "draft": ("Draft", "Scores", "Step", "Tree", "Verdict"),
+    "errors": (
+        "FetchError",
+        "InputError",
+        "InvalidLogits",
+        "ModelError",
+        "OutpaceError",
+        "UnknownNameError",
+        "UnsupportedModel",
+    ),
+    "methods": ("Autoregressive", "DraftModel", "Jacobi", "Lookahead", "Method", "PromptLookup"),
+    "picking": ("Sampling",),
+}
 
 __all__ = [
     "Autoregressive",
@@ -42,3 +63,11 @@ __all__ = [
     "Verdict",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,32 +6,19 @@ import, so that happens inside the commands, after the arguments are read.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Iterable, Sequence
-from itertools import cycle
-from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from rich import box
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperGroup
 
 from .errors import InputError, OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from .decoder import Decoder
-    from .draft import Step
     from .methods import Method
-    from .race import Race, Run
+    from .race import Race
 
 FAILED, INTERRUPTED = 2, 130
 # Repeats (the class, its methods) and fresh text in turn: something for every method to guess, and to guess wrong.
@@ -47,21 +34,6 @@ class Point:
         self.x += other.x
         self.y += other.y
 """
-RESULT_KEYS = (
-    "text",
-    "token_ids",
-    "prompt_tokens",
-    "new_tokens",
-    "steps",
-    "tokens_per_step",
-    "seconds",
-    "tokens_per_second",
-    "method",
-    "finish_reason",
-    "accepted_per_step",
-    "lossless",
-    "sources",
-)
 
 
 class _Group(TyperGroup):
@@ -154,13 +126,12 @@ def generate(
         seed=seed,
         rule=rule,  # type: ignore[arg-type] # checked by Sampling
     )
-    chosen = _make(method, dict(map(_split, settings)))
+    chosen = _make(method, dict(map(_split, settings)), device)
     text = _read(prompt)
     decoder = _load(model, chosen, dtype, device)
     options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop, "raw": raw}
     if as_json:
-        result = decoder.generate(text, **options).to_json()
-        typer.echo(json.dumps({key: result[key] for key in RESULT_KEYS}))
+        typer.echo(json.dumps(decoder.generate(text, **options).to_json()))
     else:
         _stream(decoder, text, options)
 
@@ -188,6 +159,7 @@ def race(
     as_json: Json = False,
 ) -> None:
     """Let several methods write the same answer, one after another, and compare. Exit code 1 if the texts differ."""
+    from .board import Board, console_for_output, print_race
     from .methods import Autoregressive
     from .picking import Sampling
     from .race import run
@@ -196,15 +168,15 @@ def race(
     entered = _enter(methods.split(","), settings, device)
     text = _read(prompt)
     decoder = _load(model, Autoregressive(), dtype, device)
-    console = _console()
     if as_json:
         outcome = run(decoder, entered, text, sampling, max_new_tokens, raw)
         typer.echo(json.dumps(_race_json(decoder, entered, text, outcome)))
     else:
-        board = _Board(console, entered, decoder.tokenizer)
+        console = console_for_output()
+        board = Board(console, entered, decoder.tokenizer)
         with board:
             outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, board.show)
-        _print_race(console, board, entered, outcome)
+        print_race(console, board, entered, outcome)
     if not outcome.identical:
         raise typer.Exit(1)
 
@@ -225,11 +197,10 @@ def models(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps({"models": [dict(zip(columns, row, strict=True)) for row in found]}))
         return
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in found:
-        table.add_row(*row)
-    console = _console()
-    console.print(table)
+    from .board import console_for_output, table_of
+
+    console = console_for_output()
+    console.print(table_of(columns, found))
     console.print("--model also takes the folder of a Hugging Face causal language model, or a hub id (owner/name).")
 
 
@@ -251,13 +222,14 @@ def _split(setting: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _make(name: str, settings: dict[str, str], defaults: dict[str, object] | None = None) -> Method:
-    """A method by name, its settings read by the types of its fields."""
+def _make(name: str, settings: dict[str, str], device: str | None) -> Method:
+    """A method by name, its settings read by the types of its fields, the others suited to the device."""
     from .methods import METHODS, make
+    from .models.loading import resolve_device
 
     kinds = get_type_hints(METHODS[name]) if name in METHODS else {}
     given = {key: _convert(name, key, value, kinds.get(key)) for key, value in settings.items()}
-    return make(name, **{**(defaults or {}), **given})
+    return make(name, cpu=resolve_device(device).type == "cpu", **given)
 
 
 def _convert(method: str, name: str, value: str, kind: object) -> object:
@@ -276,9 +248,6 @@ def _convert(method: str, name: str, value: str, kind: object) -> object:
 
 def _enter(names: Sequence[str], settings: Iterable[str], device: str | None) -> list[Method]:
     """The methods of a race, with their settings."""
-    from .models.loading import resolve_device
-    from .race import CPU_SETTINGS
-
     names = [name.strip() for name in names]
     given: dict[str, dict[str, str]] = {name: {} for name in names}
     for setting in settings:
@@ -289,8 +258,7 @@ def _enter(names: Sequence[str], settings: Iterable[str], device: str | None) ->
         if method not in given:
             raise UnknownNameError("method in this race", method, given)
         given[method][name] = value
-    small = CPU_SETTINGS if resolve_device(device).type == "cpu" else {}
-    return [_make(name, given[name], small.get(name)) for name in names]
+    return [_make(name, given[name], device) for name in names]
 
 
 def _load(model: str, method: Method, dtype: str | None, device: str | None) -> Decoder:
@@ -303,43 +271,25 @@ def _load(model: str, method: Method, dtype: str | None, device: str | None) -> 
 
 
 def _stream(decoder: Decoder, prompt: str, options: dict[str, Any]) -> None:
-    from .race import Run
+    from .board import numbers
 
-    run = Run(decoder.method)
-    for step in run.follow(decoder.stream(prompt, **options)):
+    tokens = decoder.encode(prompt, options.pop("raw"))
+    result = decoder.begin(tokens)
+    for step in result.follow(decoder.stream(tokens, **options)):
         typer.echo(step.text, nl=False)
     typer.echo()
-    typer.echo(f"{decoder.method.name}: {_numbers(run)}", err=True)
-
-
-def _numbers(run: Run) -> str:
-    return (
-        f"{len(run.token_ids)} tokens, {run.steps} steps, {run.tokens_per_step:.2f} tokens a step, "
-        f"{run.tokens_per_second:.1f} tokens/s"
-    )
-
-
-def _settings(method: Method) -> dict[str, object]:
-    return {item.name: getattr(method, item.name) for item in dataclasses.fields(method)}
+    typer.echo(f"{result.method}: {numbers(result)}", err=True)
 
 
 def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome: Race) -> dict[str, object]:
+    from .board import settings_of
+
     runs = [
         {
-            "method": method.name,
-            "settings": _settings(method),
-            "text": run.text,
-            "token_ids": run.token_ids,
-            "new_tokens": len(run.token_ids),
-            "steps": run.steps,
-            "tokens_per_step": run.tokens_per_step,
-            "seconds": run.seconds,
-            "tokens_per_second": run.tokens_per_second,
+            **run.to_json(),
+            "settings": settings_of(method),
             "speed": outcome.speed(run),
             "differs_at": outcome.differs_at(run),
-            "finish_reason": run.finish_reason,
-            "accepted_per_step": run.accepted_per_step,
-            "sources": run.sources,
         }
         for method, run in zip(methods, outcome.runs, strict=True)
     ]
@@ -350,142 +300,3 @@ def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome
         "verdict": outcome.verdict,
         "runs": runs,
     }
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nobody's screen: a table takes the width it needs and breaks no line
-    return console
-
-
-class _Lane:
-    """One method's text in the race, each token in the colour of its source."""
-
-    def __init__(self, method: Method, tokenizer: Any) -> None:
-        from .text import TextStream
-
-        self.method = method
-        self.text = Text()
-        self.run: Run | None = None
-        self._stream = TextStream(tokenizer)
-
-    def add(self, run: Run, step: Step, colours: _Colours) -> None:
-        self.run = run
-        for token, source in zip(step.tokens, step.sources, strict=True):
-            self._stream.push(token)
-            self.text.append(self._stream.take(), colours.style(source))
-
-    def panel(self, console: Console, width: int, height: int | None) -> Panel:
-        """The lane; with a height, only the last lines that fit in it."""
-        lines = list(self.text.wrap(console, width - 4))
-        if height is not None:
-            room = height - 3  # the borders and the line of numbers take three
-            lines = [*lines[-room:], *[Text()] * (room - len(lines))]
-        shown = Text("\n").join(lines)
-        numbers = Text(_numbers(self.run) if self.run else "waits", style="dim", overflow="ellipsis", no_wrap=True)
-        done = self.run is not None and self.run.finish_reason is not None
-        border = "green" if done else "bold" if self.run else "dim"
-        return Panel(
-            Group(shown, numbers), title=self.method.name, title_align="left", border_style=border, width=width
-        )
-
-
-class _Colours:
-    """A colour for each source, in the order they turn up. The model's own tokens keep the terminal's colour."""
-
-    def __init__(self) -> None:
-        # Okabe and Ito's colours, which colour-blind readers can tell apart; those hard to read on white or black last.
-        self._free = cycle(("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#f0e442"))
-        self._styles = {"model": ""}
-
-    def style(self, source: str) -> str:
-        if source not in self._styles:
-            self._styles[source] = next(self._free)
-        return self._styles[source]
-
-    def legend(self) -> Text:
-        return Text("  ").join(Text(f"■ {source}", style) for source, style in self._styles.items())
-
-
-class _Board:
-    """The race as it runs, on a terminal. Without a terminal it draws nothing."""
-
-    _SECONDS_BETWEEN_FRAMES = 1 / 20
-
-    def __init__(self, console: Console, methods: Sequence[Method], tokenizer: Any) -> None:
-        self._console = console
-        self._colours = _Colours()
-        self._lanes = [_Lane(method, tokenizer) for method in methods]
-        self._drawn = 0.0
-        # No refreshing thread: it would take time from the method that is running.
-        self._live = Live(self, console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> _Board:
-        if self._console.is_terminal:
-            self._live.start(refresh=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def show(self, number: int, run: Run, step: Step) -> None:
-        """Take in a step and draw, unless the last frame is too fresh."""
-        self._lanes[number].add(run, step, self._colours)
-        now = monotonic()
-        if step.finish is not None or now - self._drawn > self._SECONDS_BETWEEN_FRAMES:
-            self._drawn = now
-            self._live.refresh()
-
-    def __rich__(self) -> RenderableType:
-        """A frame that fits on the screen."""
-        rows = math.ceil(len(self._lanes) / self._columns)
-        return self._frame(max(4, (self._console.height - 2) // rows))
-
-    def whole(self) -> RenderableType:
-        """All of the text, however long."""
-        return self._frame(None)
-
-    @property
-    def _columns(self) -> int:
-        return 2 if self._console.width >= 120 else 1
-
-    def _frame(self, height: int | None) -> RenderableType:
-        grid = Table.grid()
-        width = self._console.width // self._columns
-        panels = [lane.panel(self._console, width, height) for lane in self._lanes]
-        for start in range(0, len(panels), self._columns):
-            grid.add_row(*panels[start : start + self._columns])
-        return Group(grid, self._colours.legend())
-
-
-def _print_race(console: Console, board: _Board, methods: Sequence[Method], outcome: Race) -> None:
-    if console.is_terminal:
-        console.print(board.whole())
-    else:
-        typer.echo(outcome.runs[0].text)  # as it is; rich would drop control characters
-    console.print(_table(outcome))
-    for method in methods:
-        settings = " ".join(f"{name}={json.dumps(value)}" for name, value in _settings(method).items())
-        console.print(Text(f"{method.name}: {settings or 'no settings'}", style="dim"))
-    console.print(Text(outcome.verdict, style="bold green" if outcome.identical else "bold red"))
-
-
-def _table(outcome: Race) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for name in ("tokens", "steps", "tokens a step", "tokens/s", "speed"):
-        table.add_column(name, justify="right")
-    table.add_column("text")
-    for run in outcome.runs:
-        place = outcome.differs_at(run)
-        table.add_row(
-            run.method.name,
-            str(len(run.token_ids)),
-            str(run.steps),
-            f"{run.tokens_per_step:.2f}",
-            f"{run.tokens_per_second:.1f}",
-            f"{outcome.speed(run):.2f}×",
-            "identical" if place is None else Text(f"differs at token {place}", style="red"),
-        )
-    return table

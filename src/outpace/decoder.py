@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -24,27 +24,75 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
 DEFAULT_MODEL = "smollm2-135m"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """A finished text, and how it came about."""
+    """A text as it grows, and how it came about."""
 
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    new_tokens: int
-    steps: int
-    tokens_per_step: float
-    seconds: float
-    tokens_per_second: float
     method: str
-    finish_reason: str
-    accepted_per_step: list[int]
-    sources: list[str]
     lossless: bool
+    prompt_tokens: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # for each token, the guess that the target agreed with
+    accepted_per_step: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    finish_reason: str | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens are written."""
+        return len(self.token_ids)
+
+    @property
+    def steps(self) -> int:
+        """How many forward passes of the target that took."""
+        return len(self.accepted_per_step)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """What a method is for: 1 with plain decoding."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed, the prompt's time included."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def follow(self, stream: Iterator[Step]) -> Iterator[Step]:
+        """Pass steps on, counted and timed. The time that the receiver takes for a step is not counted."""
+        while True:
+            start = perf_counter()
+            step = next(stream, None)
+            self.seconds += perf_counter() - start
+            if step is None:
+                return
+            self.text += step.text
+            self.token_ids += step.tokens
+            self.sources += step.sources
+            self.accepted_per_step.append(len(step.tokens))
+            self.finish_reason = step.finish
+            yield step
 
     def to_json(self) -> dict[str, object]:
-        """The result as plain values."""
-        return asdict(self)
+        """The result as plain values, in the order of the command line's --json."""
+        return {name: getattr(self, name) for name in _JSON}
+
+
+_JSON = (
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "new_tokens",
+    "steps",
+    "tokens_per_step",
+    "seconds",
+    "tokens_per_second",
+    "method",
+    "finish_reason",
+    "accepted_per_step",
+    "lossless",
+    "sources",
+)
 
 
 class Decoder:
@@ -70,9 +118,12 @@ class Decoder:
         return self.engine.model
 
     def prepare(self, method: str | Method, **settings: object) -> Method:
-        """A method that is checked against this model and ready for `generate(method=...)`."""
+        """A method that is checked against this model and ready for `generate(method=...)`.
+
+        By name, a method begins with settings that suit the device; given ready, it keeps its own.
+        """
         if isinstance(method, str):
-            method = make(method, **settings)
+            method = make(method, cpu=self.model.device.type == "cpu", **settings)
         elif settings:
             raise InputError(
                 f"settings {sorted(settings)} go into {type(method).__name__}(...), which was given ready."
@@ -81,26 +132,16 @@ class Decoder:
 
     def generate(self, prompt: Prompt, **options: Any) -> Result:
         """Write the whole answer. Takes the options of `stream`."""
-        start = perf_counter()
-        steps = list(self.stream(prompt, **options))
-        seconds = perf_counter() - start
-        method = options.get("method") or self.method
-        tokens = [token for step in steps for token in step.tokens]
-        return Result(
-            text="".join(step.text for step in steps),
-            token_ids=tokens,
-            prompt_tokens=len(self.encode(prompt, raw=options.get("raw", False))),
-            new_tokens=len(tokens),
-            steps=len(steps),
-            tokens_per_step=len(tokens) / len(steps),
-            seconds=seconds,
-            tokens_per_second=len(tokens) / seconds,
-            method=method.name,
-            finish_reason=str(steps[-1].finish),
-            accepted_per_step=[len(step.tokens) for step in steps],
-            sources=[source for step in steps for source in step.sources],
-            lossless=method.lossless,
-        )
+        tokens = self.encode(prompt, options.pop("raw", False))
+        result = self.begin(tokens, options.get("method"))
+        for _ in result.follow(self.stream(tokens, **options)):
+            pass
+        return result
+
+    def begin(self, tokens: Sequence[int], method: Method | None = None) -> Result:
+        """An empty result, to `follow` a stream with."""
+        used = method or self.method
+        return Result(used.name, used.lossless, len(tokens))
 
     def stream(
         self,

@@ -48,11 +48,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         limits = {
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p < 1, "from 0 to below 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0, and finite"),
             "presence_penalty": (math.isfinite(self.presence_penalty), "a finite number"),
             "frequency_penalty": (math.isfinite(self.frequency_penalty), "a finite number"),
             "rule": (self.rule in ("keyed", "rejection"), "'keyed' or 'rejection'"),

@@ -5,73 +5,23 @@ Nothing is drawn here. Whoever draws gives `run` a callback; the clock stands st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from .decoder import Decoder, Prompt
+from .decoder import Decoder, Prompt, Result
 from .draft import Step
 from .methods import Method
 from .picking import Sampling
 
 WARM_UP_TOKENS = 3
 
-CPU_SETTINGS: dict[str, dict[str, object]] = {
-    # The methods' own settings are for GPUs, where rows are nearly free. On a CPU rows cost time: a 135M model in
-    # float32 on two cores takes up to eight rows in about twice the time of one, and then ever longer. So all
-    # drafts are kept to about eight rows.
-    "jacobi": {"window": 7},
-    "prompt-lookup": {"rows": 8},
-    "lookahead": {"window": 2, "ngram": 3, "guesses": 2},
-}
-
-
-@dataclass
-class Run:
-    """One method's text as it grows."""
-
-    method: Method
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    accepted_per_step: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    finish_reason: str | None = None
-
-    @property
-    def steps(self) -> int:
-        return len(self.accepted_per_step)
-
-    @property
-    def tokens_per_step(self) -> float:
-        return len(self.token_ids) / self.steps if self.steps else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.token_ids) / self.seconds if self.seconds else 0.0
-
-    def follow(self, stream: Iterator[Step]) -> Iterator[Step]:
-        """Pass the steps on, counted and timed. The time that the receiver takes for a step is not counted."""
-        while True:
-            start = perf_counter()
-            step = next(stream, None)
-            self.seconds += perf_counter() - start
-            if step is None:
-                return
-            self.text += step.text
-            self.token_ids += step.tokens
-            self.sources += step.sources
-            self.accepted_per_step.append(len(step.tokens))
-            self.finish_reason = step.finish
-            yield step
-
 
 @dataclass(frozen=True)
 class Race:
     """The finished runs, compared with the first."""
 
-    runs: list[Run]
+    runs: list[Result]
 
     @property
     def identical(self) -> bool:
@@ -84,21 +34,19 @@ class Race:
         first = self.runs[0]
         if self.identical:
             return f"identical: {count(self.runs, 'method')} wrote the same {count(first.token_ids, 'token')}"
-        others = [
-            f"{run.method.name} at token {place}" for run in self.runs if (place := self.differs_at(run)) is not None
-        ]
-        return f"different: not the text of {first.method.name}: {', '.join(others)}"
+        others = [f"{run.method} at token {place}" for run in self.runs if (place := self.differs_at(run)) is not None]
+        return f"different: not the text of {first.method}: {', '.join(others)}"
 
-    def differs_at(self, run: Run) -> int | None:
+    def differs_at(self, run: Result) -> int | None:
         """The first new token, counted from 1, where a run leaves the first run's text; None if it never does."""
         return first_difference(self.runs[0].token_ids, run.token_ids)
 
-    def speed(self, run: Run) -> float:
+    def speed(self, run: Result) -> float:
         """A run's tokens per second over the first run's."""
         return run.tokens_per_second / self.runs[0].tokens_per_second
 
 
-OnStep: TypeAlias = Callable[[int, Run, Step], None]
+OnStep: TypeAlias = Callable[[int, Result, Step], None]
 """Told the number of the method, its run so far, and the new step."""
 
 
@@ -117,9 +65,10 @@ def run(
     for method in prepared:
         options = {"max_new_tokens": min(WARM_UP_TOKENS, max_new_tokens), "sampling": sampling, "raw": raw}
         decoder.generate(prompt, method=method, **options)
-    runs = [Run(method) for method in prepared]
-    for number, lane in enumerate(runs):
-        stream = decoder.stream(prompt, method=lane.method, max_new_tokens=max_new_tokens, sampling=sampling, raw=raw)
+    tokens = decoder.encode(prompt, raw)
+    runs = [decoder.begin(tokens, method) for method in prepared]
+    for number, (method, lane) in enumerate(zip(prepared, runs, strict=True)):
+        stream = decoder.stream(tokens, method=method, max_new_tokens=max_new_tokens, sampling=sampling)
         for step in lane.follow(stream):
             if on_step is not None:
                 on_step(number, lane, step)

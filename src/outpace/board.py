@@ -1,0 +1,182 @@
+"""The race, drawn on a terminal with rich."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from itertools import cycle
+from time import monotonic
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .decoder import Result
+from .draft import Step
+from .methods import Method
+from .race import Race
+from .text import TextStream
+
+
+def numbers(run: Result) -> str:
+    """A run in one line."""
+    return (
+        f"{run.new_tokens} tokens, {run.steps} steps, {run.tokens_per_step:.2f} tokens a step, "
+        f"{run.tokens_per_second:.1f} tokens/s"
+    )
+
+
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A plain table."""
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def settings_of(method: Method) -> dict[str, object]:
+    """A method's settings by name; a model among them by its name."""
+    values = {item.name: getattr(method, item.name) for item in dataclasses.fields(method)}
+    return {name: getattr(value, "name", value) for name, value in values.items()}
+
+
+def console_for_output() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # nobody's screen: a table takes the width it needs and breaks no line
+    return console
+
+
+class Lane:
+    """One method's text in the race, each token in the colour of its source."""
+
+    def __init__(self, method: Method, tokenizer: Any) -> None:
+        self.method = method
+        self.text = Text()
+        self.run: Result | None = None
+        self._stream = TextStream(tokenizer)
+
+    def add(self, run: Result, step: Step, colours: Colours) -> None:
+        self.run = run
+        for token, source in zip(step.tokens, step.sources, strict=True):
+            self._stream.push(token)
+            self.text.append(self._stream.take(), colours.style(source))
+
+    def panel(self, console: Console, width: int, height: int | None) -> Panel:
+        """The lane; with a height, only the last lines that fit in it."""
+        lines = list(self.text.wrap(console, width - 4))
+        if height is not None:
+            room = height - 3  # the borders and the line of numbers take three
+            lines = [*lines[-room:], *[Text()] * (room - len(lines))]
+        shown = Text("\n").join(lines)
+        below = Text(numbers(self.run) if self.run else "waits", style="dim", overflow="ellipsis", no_wrap=True)
+        done = self.run is not None and self.run.finish_reason is not None
+        border = "green" if done else "bold" if self.run else "dim"
+        return Panel(Group(shown, below), title=self.method.name, title_align="left", border_style=border, width=width)
+
+
+class Colours:
+    """A colour for each source, in the order they turn up. The model's own tokens keep the terminal's colour."""
+
+    def __init__(self) -> None:
+        # Okabe and Ito's colours, which colour-blind readers can tell apart; those hard to read on white or black last.
+        self._free = cycle(("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#f0e442"))
+        self._styles = {"model": ""}
+
+    def style(self, source: str) -> str:
+        if source not in self._styles:
+            self._styles[source] = next(self._free)
+        return self._styles[source]
+
+    def legend(self) -> Text:
+        return Text("  ").join(Text(f"■ {source}", style) for source, style in self._styles.items())
+
+
+class Board:
+    """The race as it runs, on a terminal. Without a terminal it draws nothing."""
+
+    _SECONDS_BETWEEN_FRAMES = 1 / 20
+
+    def __init__(self, console: Console, methods: Sequence[Method], tokenizer: Any) -> None:
+        self._console = console
+        self._colours = Colours()
+        self._lanes = [Lane(method, tokenizer) for method in methods]
+        self._drawn = 0.0
+        # No refreshing thread: it would take time from the method that is running.
+        self._live = Live(self, console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Board:
+        if self._console.is_terminal:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, number: int, run: Result, step: Step) -> None:
+        """Take in a step and draw, unless the last frame is too fresh."""
+        self._lanes[number].add(run, step, self._colours)
+        now = monotonic()
+        if step.finish is not None or now - self._drawn > self._SECONDS_BETWEEN_FRAMES:
+            self._drawn = now
+            self._live.refresh()
+
+    def __rich__(self) -> RenderableType:
+        """A frame that fits on the screen."""
+        rows = math.ceil(len(self._lanes) / self._columns)
+        return self._frame(max(4, (self._console.height - 2) // rows))
+
+    def whole(self) -> RenderableType:
+        """All of the text, however long."""
+        return self._frame(None)
+
+    @property
+    def _columns(self) -> int:
+        return 2 if self._console.width >= 120 else 1
+
+    def _frame(self, height: int | None) -> RenderableType:
+        grid = Table.grid()
+        width = self._console.width // self._columns
+        panels = [lane.panel(self._console, width, height) for lane in self._lanes]
+        for start in range(0, len(panels), self._columns):
+            grid.add_row(*panels[start : start + self._columns])
+        return Group(grid, self._colours.legend())
+
+
+def print_race(console: Console, board: Board, methods: Sequence[Method], outcome: Race) -> None:
+    if console.is_terminal:
+        console.print(board.whole())
+    else:
+        typer.echo(outcome.runs[0].text)  # as it is; rich would drop control characters
+    console.print(_table(outcome))
+    for method in methods:
+        settings = " ".join(f"{name}={json.dumps(value)}" for name, value in settings_of(method).items())
+        console.print(Text(f"{method.name}: {settings or 'no settings'}", style="dim"))
+    console.print(Text(outcome.verdict, style="bold green" if outcome.identical else "bold red"))
+
+
+def _table(outcome: Race) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for name in ("tokens", "steps", "tokens a step", "tokens/s", "speed"):
+        table.add_column(name, justify="right")
+    table.add_column("text")
+    for run in outcome.runs:
+        place = outcome.differs_at(run)
+        table.add_row(
+            run.method,
+            str(len(run.token_ids)),
+            str(run.steps),
+            f"{run.tokens_per_step:.2f}",
+            f"{run.tokens_per_second:.1f}",
+            f"{outcome.speed(run):.2f}×",
+            "identical" if place is None else Text(f"differs at token {place}", style="red"),
+        )
+    return table
