@@ -149,7 +149,7 @@ class Decoder:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         raw: bool = False,
         method: Method | None = None,
     ) -> Iterator[Step]:
@@ -160,7 +160,8 @@ class Decoder:
         """
         tokens = self.encode(prompt, raw)
         limit = self._limit(len(tokens), max_new_tokens)
-        if any(not item for item in stop):
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(stop):
             raise InputError("stop: an empty stop string would end every text; leave it out.")
         if stop and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer; this decoder has none.")
@@ -182,10 +183,9 @@ class Decoder:
         tokens = self._encode(prompt, raw)
         if not tokens:
             raise InputError("the prompt is empty. Give at least one token of text.")
-        if max(tokens) >= self.model.vocabulary or min(tokens) < 0:
-            raise InputError(
-                f"the prompt has token id {max(tokens)}; the model knows ids 0 to {self.model.vocabulary - 1}."
-            )
+        for token in tokens:
+            if not 0 <= token < self.model.vocabulary:
+                raise InputError(f"the prompt has token id {token}; the model knows 0 to {self.model.vocabulary - 1}.")
         return tokens
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
@@ -207,8 +207,8 @@ class Decoder:
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def _limit(self, prompt_length: int, max_new_tokens: int) -> int:
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more, a whole number.")
         left = self.model.context - prompt_length
         if left < 1:
             raise InputError(

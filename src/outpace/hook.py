@@ -28,10 +28,10 @@ def generate(
     **_: Any,
 ) -> torch.Tensor:
     """Decode with `method` under the conditions that transformers has prepared; returns prompt and answer."""
-    if len(input_ids) != 1:
-        raise InputError(f"a batch of {len(input_ids)} was given; Outpace takes one sequence at a time.")
     if (beams := getattr(generation_config, "num_beams", 1) or 1) > 1:
         raise InputError(f"num_beams={beams}: beam search is not supported; use num_beams=1.")
+    if len(input_ids) != 1:
+        raise InputError(f"a batch of {len(input_ids)} was given; Outpace takes one sequence at a time.")
     if getattr(generation_config, "return_dict_in_generate", False):
         raise InputError("return_dict_in_generate=True is not supported with Outpace: it returns the token ids.")
     engine = _engines.get(model)

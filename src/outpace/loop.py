@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import TypeAlias
 
-from .draft import Draft, Step, Verdict
+from .draft import MODEL, Draft, Step, Verdict
 from .errors import InvalidLogits
 from .methods.base import Method
 from .picking import Picker, Sampling
@@ -46,9 +46,9 @@ def decode(engine: Engine, method: Method, prompt: Sequence[int], sampling: Samp
 
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
-    """The guess behind each token: the row that the walk went on to, or nobody's for the last one."""
-    sources = [draft.sources[row] for row in verdict.rows[1:]]
-    return (*sources, *(draft.sources[0],) * (len(verdict.tokens) - len(sources)))
+    """The guess behind each token, or the model alone where nobody guessed it."""
+    children = (draft.child(row, token) for row, token in zip(verdict.rows, verdict.tokens, strict=True))
+    return tuple(MODEL if child is None else draft.sources[child] for child in children)
 
 
 class _Clock:

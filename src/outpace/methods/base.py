@@ -73,7 +73,10 @@ class Method:
         raise NotImplementedError
 
     def check(self, **limits: tuple[float, float]) -> None:
-        """Raise InputError for a setting outside its limits, both included. Float limits allow fractions."""
+        """Raise InputError for a setting of the wrong type or outside its limits, both included.
+
+        Float limits allow fractions.
+        """
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             kinds, kind = ((int, float), "a number") if isinstance(low, float) else (int, "a whole number")
@@ -81,6 +84,9 @@ class Method:
                 raise InputError(f"{self.name}: {name}={value!r} must be {kind}.")
             if not low <= value <= high:
                 raise InputError(f"{self.name}: {name}={value} is out of range: it must be {low:g} to {high:g}.")
+        for item in fields(self):
+            if item.type == "bool" and not isinstance(getattr(self, item.name), bool):
+                raise InputError(f"{self.name}: {item.name}={getattr(self, item.name)!r} must be True or False.")
 
     def __call__(
         self,

@@ -1,0 +1,232 @@
+"""Text in, text out: ends, stop strings, streams, bad input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from outpace import Autoregressive, Decoder, DraftModel, InputError, InvalidLogits, Jacobi, Lookahead, PromptLookup
+from outpace.models.toy import Bigram
+
+from .conftest import tiny
+
+METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(), Lookahead(window=4, ngram=3, guesses=4)]
+
+
+def cycle(words: int = 5, **options: Any) -> Decoder:
+    """A decoder that writes 0, 1, 2, … over and over: every guess from the text is right."""
+    return Decoder(Bigram(torch.eye(words).roll(1, 1), **options), LetterTokenizer())
+
+
+class LetterTokenizer:
+    """Token i is the i-th letter; é is written with two tokens, each of which is not text alone."""
+
+    chat_template = None
+    eos_token_id = None
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        text = bytes(token if token >= 128 else ord("a") + token for token in tokens)
+        return text.decode(errors="replace")
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("a") for letter in text]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_end_token_inside_a_block_ends_the_text(method: outpace.Method) -> None:
+    decoder = cycle()
+    decoder.ends = [3]
+    result = decoder.generate([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0], method=method, max_new_tokens=50)
+    assert result.token_ids == [1, 2, 3]
+    assert result.finish_reason == "stop"
+    assert decoder.engine.pool.held == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_the_greatest_length_is_kept_inside_a_block(method: outpace.Method, limit: int) -> None:
+    result = cycle().generate([0, 1, 2, 3, 4] * 3, method=method, max_new_tokens=limit)
+    assert result.token_ids == [0, 1, 2, 3, 4, 0, 1][:limit]
+    assert result.finish_reason == "length"
+    assert sum(result.accepted_per_step) == limit == len(result.sources)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"),
+    [("d", "abc", 4), (["cd"], "ab", 4), (["eab", "zz"], "abcd", 7), (["x", "bc", "d"], "a", 3)],
+)
+def test_stop_strings_cut_where_plain_decoding_stops(
+    method: outpace.Method, stop: str | list[str], text: str, tokens: int
+) -> None:
+    decoder = cycle()
+    steps = list(decoder.stream([0, 1, 2, 3, 4] * 3, method=method, stop=stop))
+    assert "".join(step.text for step in steps) == text
+    assert sum(len(step.tokens) for step in steps) == tokens
+    assert steps[-1].finish == "stop"
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
+    shown = [step.text for step in cycle().stream([0], method=Autoregressive(), stop=["bcx"], max_new_tokens=5)]
+    assert shown == ["", "", "bcd", "e", "a"]
+
+
+def test_a_character_of_two_tokens_comes_whole() -> None:
+    table = torch.full((256, 256), -math.inf)
+    table[:, 0xC3] = 0
+    table[0xC3] = -math.inf
+    table[0xC3, 0xA9] = 0
+    decoder = Decoder(Bigram(table), LetterTokenizer())
+    shown = [step.text for step in decoder.stream([1], method=Autoregressive(), max_new_tokens=5)]
+    assert shown == ["", "é", "", "é", "\ufffd"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streams_and_results_agree(method: outpace.Method) -> None:
+    decoder = Decoder(tiny("Llama"))
+    options: dict[str, Any] = {"method": method, "max_new_tokens": 30}
+    steps = list(decoder.stream([5, 6, 7, 5, 6], **options))
+    result = decoder.generate([5, 6, 7, 5, 6], **options)
+    assert [token for step in steps for token in step.tokens] == result.token_ids
+    assert [source for step in steps for source in step.sources] == result.sources
+    assert result.steps == len(steps)
+    for step in steps:
+        assert set(step.seconds) == {"draft", "score", "verify", "learn"}
+        assert len(step.rows) == len(step.tokens)
+        drafted = [step.draft.tokens[row] for row in step.rows[1:]]
+        assert drafted == list(step.tokens[:-1])
+
+
+def test_sources_name_the_guess() -> None:
+    result = cycle().generate([0, 1, 2, 3, 4] * 4, method=PromptLookup(rows=8), max_new_tokens=9)
+    assert result.sources == ["lookup"] * 7 + ["model", "lookup"]
+    assert result.lossless
+
+
+def test_a_closed_stream_leaves_the_pool_clean() -> None:
+    decoder = Decoder(tiny("Llama"))
+    for method in (Lookahead(), DraftModel(model=tiny("Llama", seed=3))):
+        stream = decoder.stream([1, 2, 3], method=decoder.prepare(method))
+        next(stream)
+        assert decoder.engine.pool.held > 0
+        stream.close()  # type: ignore[attr-defined]
+        assert decoder.engine.pool.held == 0
+
+
+def test_an_interrupt_in_a_forward_leaves_the_pool_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(tiny("Llama"))
+    forward = decoder.engine.model.forward
+    calls = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(decoder.engine.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate([1, 2, 3])
+    assert decoder.engine.pool.held == 0
+    monkeypatch.undo()
+    assert decoder.generate([1, 2, 3], max_new_tokens=5).new_tokens == 5
+
+
+def test_two_streams_may_take_turns() -> None:
+    decoder = Decoder(tiny("Mistral"))
+    prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7]]
+    expected = [decoder.generate(prompt, max_new_tokens=25).token_ids for prompt in prompts]
+    streams = [decoder.stream(prompt, max_new_tokens=25) for prompt in prompts]
+    found: list[list[int]] = [[], []]
+    for _ in range(25):
+        for stream, tokens in zip(streams, found, strict=True):
+            tokens += next(stream).tokens if len(tokens) < 25 else ()
+    assert found == expected
+
+
+def test_nan_logits_name_the_place() -> None:
+    table = torch.eye(5).roll(1, 1)
+    table[3] = math.nan
+    for method in METHODS:
+        with pytest.raises(InvalidLogits, match="new token 4: the model's logits contain NaN"):
+            Decoder(Bigram(table)).generate([0], method=method)
+
+
+def test_memory_is_flat_over_a_long_text() -> None:
+    """2,000 tokens: the pool doubles a few times, holds what the text needs, and then stays as it is."""
+    model = tiny("Llama", max_position_embeddings=4096)
+    decoder = Decoder(model)
+    sizes, overhang = [], []
+    for step in decoder.stream([1, 2, 3], method=Lookahead(window=4, ngram=3, guesses=4), max_new_tokens=2000):
+        pool = decoder.engine.pool
+        sizes.append(pool.bytes)
+        overhang.append(pool.used - pool.held)
+        assert step.tokens
+    assert len(set(sizes)) <= 3  # 512, 1024, 2048 slots
+    assert sizes[-1] == 4 * sizes[0]
+    assert max(overhang) < 32  # holes that rejected rows leave are filled by the next ones
+    again = [decoder.engine.pool.bytes for _ in decoder.stream([1, 2, 3], max_new_tokens=2000)]
+    assert set(again) == {sizes[-1]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([], {}, "prompt is empty"),
+        ("", {"raw": True}, "prompt is empty"),
+        ("  \n", {"raw": True}, "prompt is empty"),
+        ([0, 7], {}, "token id 7"),
+        ([0, -1], {}, "token id -1"),
+        ([0] * 40, {}, "40 tokens"),
+        ([0], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([0], {"max_new_tokens": -3}, "max_new_tokens=-3"),
+        ([0], {"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ([0], {"stop": [""]}, "empty stop string"),
+        ([0], {"stop": ""}, "empty stop string"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(prompt: Any, options: dict[str, Any], words: str) -> None:
+    decoder = cycle(context=32)
+    with pytest.raises(InputError, match=words):
+        decoder.stream(prompt, **options)
+
+
+def test_a_tokenizer_without_a_chat_template() -> None:
+    with pytest.raises(outpace.ModelError, match="raw"):
+        cycle().generate("abc")
+    assert cycle().generate("abc", raw=True, max_new_tokens=2).text == "de"
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(InputError, match="tokenizer"):
+        Decoder(Bigram(torch.eye(3))).generate("abc")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Lookahead(window=0), "window=0"),
+        (lambda: Lookahead(ngram=1), "ngram=1"),
+        (lambda: Lookahead(window=2.5), "whole number"),  # type: ignore[arg-type]
+        (lambda: Lookahead(prompt_pool="yes"), "prompt_pool='yes'"),  # type: ignore[arg-type]
+        (lambda: Lookahead(shift="row"), "shift='row'"),
+        (lambda: Jacobi(window=True), "whole number"),
+        (lambda: PromptLookup(floor=2.0), "floor=2.0"),
+        (lambda: DraftModel(), "no model given"),
+        (lambda: outpace.methods.make("lookahed"), "Did you mean 'lookahead'"),
+        (lambda: outpace.methods.make("lookahead", windw=3), "Did you mean 'window'"),
+    ],
+)
+def test_bad_settings_are_named(make: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+def test_a_draft_model_with_another_vocabulary() -> None:
+    other = tiny("Llama", vocab_size=50)
+    with pytest.raises(outpace.ModelError, match="50"):
+        Decoder(tiny("Llama")).prepare(DraftModel(model=other))

@@ -1,0 +1,78 @@
+"""The real model: the same promise, on prompts of our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outpace import Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling, load
+from outpace.bench.prompts import PROMPTS
+
+pytestmark = pytest.mark.embedded
+LISTED = [prompt for group in PROMPTS.values() for prompt in group]
+SMALL: list[Method] = [Jacobi(window=4), PromptLookup(rows=8), Lookahead(window=3, ngram=3, guesses=3)]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    torch.set_num_threads(2)
+    return load("smollm2-135m", dtype="float32", device="cpu")
+
+
+def check(decoder: Decoder, prompt: str, methods: list[Method], sampling: Sampling, length: int) -> list[int]:
+    options = {"sampling": sampling, "max_new_tokens": length}
+    expected = decoder.generate(prompt, method=Autoregressive(), **options).token_ids
+    for method in methods:
+        assert decoder.generate(prompt, method=method, **options).token_ids == expected, method
+    return expected
+
+
+def transformers_greedy(decoder: Decoder, prompt: str, length: int) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    from outpace.models import bundled
+
+    model = AutoModelForCausalLM.from_pretrained(bundled.ensure("smollm2-135m"), dtype=torch.float32)
+    ids = torch.tensor([decoder.encode(prompt)])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
+    return list(output[0, ids.shape[1] :].tolist())
+
+
+def test_prompts_cover_six_tasks() -> None:
+    assert len(PROMPTS) == 6
+    assert len(set(LISTED)) == 30
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS["code"][0], PROMPTS["translation"][1]])
+def test_greedy(decoder: Decoder, prompt: str) -> None:
+    expected = check(decoder, prompt, [*SMALL, Lookahead()], Sampling(), 32)
+    assert expected == transformers_greedy(decoder, prompt, 32)
+
+
+def test_sampled(decoder: Decoder) -> None:
+    check(decoder, PROMPTS["summary"][1], SMALL, Sampling(temperature=0.8, top_p=0.95, seed=3), 32)
+
+
+def test_an_answer_reads_well(decoder: Decoder) -> None:
+    result = decoder.generate("What is the capital of France? Answer in one word.", max_new_tokens=24)
+    assert "Paris" in result.text
+    assert result.finish_reason == "stop"
+
+
+def test_text_is_what_the_tokenizer_says(decoder: Decoder) -> None:
+    result = decoder.generate(PROMPTS["translation"][0], max_new_tokens=32)
+    assert result.text == decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", LISTED)
+def test_every_prompt_greedy(decoder: Decoder, prompt: str) -> None:
+    expected = check(decoder, prompt, [Jacobi(), PromptLookup(), Lookahead()], Sampling(), 128)
+    assert expected == transformers_greedy(decoder, prompt, 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("prompt", LISTED)
+def test_every_prompt_sampled(decoder: Decoder, prompt: str, seed: int) -> None:
+    check(decoder, prompt, SMALL, Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)

@@ -1,0 +1,81 @@
+"""Inside transformers' own generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import outpace
+
+from .conftest import tiny
+
+IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 5, 6]])
+METHODS = [outpace.Lookahead(window=4, ngram=3), outpace.PromptLookup(), outpace.Jacobi(window=3)]
+
+
+def generate(**options: Any) -> list[int]:
+    model = tiny("Qwen2")
+    return model.generate(IDS, attention_mask=torch.ones_like(IDS), **options)[0].tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy(method: outpace.Method) -> None:
+    options = {"max_new_tokens": 30, "do_sample": False}
+    assert generate(custom_generate=method, **options) == generate(**options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_processors_and_ends(method: outpace.Method) -> None:
+    plain = generate(max_new_tokens=30, do_sample=False)
+    options = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.2, "eos_token_id": [plain[15], 3]}
+    assert generate(custom_generate=method, **options) == generate(**options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_users_criterion_stops_inside_a_block(method: outpace.Method) -> None:
+    class Thirteen(transformers.StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 13)
+
+    options = {"max_new_tokens": 30, "do_sample": False, "stopping_criteria": [Thirteen()]}
+    found = generate(custom_generate=method, **options)
+    assert found == generate(**options)
+    assert len(found) == 13
+
+
+def test_sampling_follows_torchs_seed() -> None:
+    texts = []
+    for method in [outpace.Autoregressive(), *METHODS]:
+        torch.manual_seed(11)
+        texts.append(generate(custom_generate=method, max_new_tokens=20, do_sample=True, temperature=0.9, top_k=20))
+    assert all(text == texts[0] for text in texts)
+    assert generate(custom_generate=METHODS[0], max_new_tokens=20, do_sample=True) != texts[0]
+
+
+def test_padding_is_left_out() -> None:
+    model = tiny("Qwen2")
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS], 1)
+    mask = (torch.arange(13) >= 3)[None].long()
+    options = {"max_new_tokens": 12, "do_sample": False, "custom_generate": METHODS[0]}
+    found = model.generate(padded, attention_mask=mask, **options)[0].tolist()
+    assert found[:13] == padded[0].tolist()
+    assert found[13:] == generate(max_new_tokens=12, do_sample=False)[10:]
+
+
+def test_what_is_not_supported_says_so() -> None:
+    with pytest.raises(outpace.InputError, match="batch of 2"):
+        tiny("Qwen2").generate(IDS.repeat(2, 1), custom_generate=METHODS[0], max_new_tokens=3, do_sample=False)
+    with pytest.raises(outpace.InputError, match="num_beams=2"):
+        generate(custom_generate=METHODS[0], max_new_tokens=3, num_beams=2, do_sample=False)
+    with pytest.raises(outpace.InputError, match="return_dict_in_generate"):
+        generate(custom_generate=METHODS[0], max_new_tokens=3, return_dict_in_generate=True, do_sample=False)
+
+
+def test_nothing_is_hung_on_the_model() -> None:
+    model = tiny("Qwen2")
+    before = set(vars(model))
+    generate(custom_generate=METHODS[0], max_new_tokens=3, do_sample=False)
+    assert set(vars(model)) == before
