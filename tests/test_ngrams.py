@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ def test_chances_are_shares_of_belief(text: list[int], longest: int) -> None:
     chances = history.chances(text)
     assert all(chance > 0 for chance in chances.values())
     assert sum(chances.values()) < 1
-    seen_after_last = {after for before, after in zip(text, text[1:], strict=False) if before == text[-1]}
+    seen_after_last = {after for before, after in pairwise(text) if before == text[-1]}
     assert set(chances) == seen_after_last
 
 
@@ -32,7 +34,7 @@ def test_grown_trees_keep_to_their_limits(
     assert len(draft) <= max(rows, 1)
     assert max(draft.depths) <= depth
     assert branching or draft.is_chain
-    pairs = set(zip(text, text[1:], strict=False))
+    pairs = set(pairwise(text))
     for row in range(1, len(draft)):
         assert (draft.tokens[draft.parents[row]], draft.tokens[row]) in pairs
 
