@@ -10,6 +10,7 @@ A table is printed last.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import json
@@ -17,7 +18,7 @@ import multiprocessing
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,24 @@ def steps_unit(unit: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "tokens": result.new_tokens, "steps": result.steps, "accepted": result.accepted_per_step}
 
 
+@contextlib.contextmanager
+def forward_time() -> Iterator[list[float]]:
+    """The seconds of each forward pass of the model alone."""
+    forward, times = _decoder.model.forward, list[float]()
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        output = forward(*args, **kwargs)
+        times.append(time.perf_counter() - start)
+        return output
+
+    _decoder.model.forward = timed  # type: ignore[method-assign]
+    try:
+        yield times
+    finally:
+        del _decoder.model.forward
+
+
 def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     """All methods on one prompt, one after the other: seconds a token."""
     _, prompt = prompts()[unit["prompt"]]
@@ -143,11 +162,12 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     tokens = len(transformers_generate(prompt))
     seconds["transformers generate"] = (time.perf_counter() - start) / tokens
     for name, method in {"plain": PLAIN, **CLOCK}.items():
-        start = time.perf_counter()
-        steps = list(_decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS))
-        whole = time.perf_counter() - start
+        with forward_time() as forwards:
+            start = time.perf_counter()
+            steps = list(_decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS))
+            whole = time.perf_counter() - start
         seconds[name] = whole / sum(len(step.tokens) for step in steps)
-        outside[name] = (whole - sum(step.seconds["score"] for step in steps)) / len(steps)
+        outside[name] = (whole - sum(forwards)) / len(steps)
     start = time.perf_counter()
     tokens = len(transformers_generate(prompt, prompt_lookup_num_tokens=10))
     seconds["transformers prompt lookup"] = (time.perf_counter() - start) / tokens
@@ -162,8 +182,7 @@ def task_of(category: str) -> str:
 def spec_bench(path: Path, each: int) -> list[dict[str, Any]]:
     """The first turns of `each` prompts of each task."""
     taken: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in read(path):
         task = task_of(row["category"])
         if len(taken[task]) < each:
             taken[task].append({"task": task, "question": row["question_id"], "text": row["turns"][0]})
@@ -171,15 +190,25 @@ def spec_bench(path: Path, each: int) -> list[dict[str, Any]]:
 
 
 def key(unit: dict[str, Any]) -> str:
-    names = ("prompt", "seed", "method", "question", "repeat", "dtype")
+    names = ("model", "dtype", "prompt", "seed", "method", "question", "repeat")
     return json.dumps([unit.get(name) for name in names])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Finished work. A line that a kill cut short is not finished."""
+    rows = []
+    for line in path.read_text().split("\n") if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def run(units: list[dict[str, Any]], work: Callable[..., Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Do what is not in the output file yet, and append it."""
     path = Path(arguments.out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    units = [{**unit, "model": arguments.model, "dtype": arguments.dtype} for unit in units]
+    done = read(path)
     finished = {key(row) for row in done}
     left = [unit for unit in units if key(unit) not in finished]
     setup = (arguments.model, arguments.dtype, arguments.device, arguments.threads)
@@ -191,7 +220,7 @@ def run(units: list[dict[str, Any]], work: Callable[..., Any], arguments: argpar
     ):
         for row in progress.track(pool.imap_unordered(work, left), total=len(left)):
             done.append(row)
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" + json.dumps(row))
             file.flush()
     wanted = {key(unit) for unit in units}
     return [row for row in done if key(row) in wanted]
@@ -253,6 +282,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of one worker")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
+    if arguments.what == "steps" and (arguments.data is None or not arguments.data.is_file()):
+        parser.error(f"steps needs --data with Spec-Bench's question file; {arguments.data} is none")
     if arguments.what == "equal":
         seeds = [None, *SEEDS]
         units = [{"prompt": index, "seed": seed} for seed in seeds for index in range(len(prompts()))]
@@ -264,7 +295,7 @@ def main() -> None:
         table = steps_table(run(units, steps_unit, arguments))
     else:
         units = [
-            {"prompt": index, "repeat": repeat, "dtype": arguments.dtype}
+            {"prompt": index, "repeat": repeat}
             for repeat in range(arguments.repeats)
             for index in range(0, len(prompts()), 5)
         ]

@@ -60,6 +60,7 @@ CHAINS_ONLY: dict[str, dict[str, Any]] = {
     "Bloom": {"n_head": 4, "n_layer": 4},
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": CONTEXT},
     "Falcon": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
+    "GPTNeo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
 }
 
 

@@ -12,7 +12,7 @@ import outpace
 from outpace import Autoregressive, Decoder, DraftModel, InputError, InvalidLogits, Jacobi, Lookahead, PromptLookup
 from outpace.models.toy import Bigram
 
-from .conftest import tiny
+from .conftest import tiny, tiny_chain
 
 METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(), Lookahead(window=4, ngram=3, guesses=4)]
 
@@ -136,8 +136,9 @@ def test_an_interrupt_in_a_forward_leaves_the_pool_clean(monkeypatch: pytest.Mon
     assert decoder.generate([1, 2, 3], max_new_tokens=5).new_tokens == 5
 
 
-def test_two_streams_may_take_turns() -> None:
-    decoder = Decoder(tiny("Mistral"))
+@pytest.mark.parametrize("name", ["Mistral", "Bloom"])
+def test_two_streams_may_take_turns(name: str) -> None:
+    decoder = Decoder(tiny("Mistral")) if name == "Mistral" else Decoder(tiny_chain(name), method="jacobi")
     prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7]]
     expected = [decoder.generate(prompt, max_new_tokens=25).token_ids for prompt in prompts]
     streams = [decoder.stream(prompt, max_new_tokens=25) for prompt in prompts]
@@ -154,6 +155,29 @@ def test_nan_logits_name_the_place() -> None:
     for method in METHODS:
         with pytest.raises(InvalidLogits, match="new token 4: the model's logits contain NaN"):
             Decoder(Bigram(table)).generate([0], method=method)
+
+
+def test_the_place_is_right_inside_a_block() -> None:
+    def forbid_the_sixth(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.fill_(-math.inf) if ids.shape[1] == 20 else scores
+
+    sampling = outpace.Sampling(processors=[forbid_the_sixth])
+    with pytest.raises(InvalidLogits, match="new token 6: every token is ruled out"):
+        cycle().generate([0, 1, 2, 3, 4] * 3, method=PromptLookup(), sampling=sampling)
+
+
+def test_guesses_of_a_draft_model_do_without_the_users_processors() -> None:
+    calls = []
+
+    def count(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape[1])
+        return scores.fill_(-math.inf) if ids.shape[1] > 22 else scores
+
+    decoder = Decoder(tiny("Llama"))
+    sampling = outpace.Sampling(processors=[count])
+    result = decoder.generate([1, 2, 3], method=DraftModel(model=tiny("Llama")), sampling=sampling, max_new_tokens=20)
+    assert result.new_tokens == 20
+    assert calls == list(range(3, 23))
 
 
 def test_memory_is_flat_over_a_long_text() -> None:
@@ -178,15 +202,23 @@ def test_memory_is_flat_over_a_long_text() -> None:
     [
         ([], {}, "prompt is empty"),
         ("", {"raw": True}, "prompt is empty"),
-        ("  \n", {"raw": True}, "prompt is empty"),
+        ("  \n", {}, "prompt is empty"),
+        (None, {}, "must be a text"),
+        (["abc"], {}, "must be a text"),
+        ([True], {}, "must be a text"),
+        (b"abc", {}, "must be a text"),
         ([0, 7], {}, "token id 7"),
         ([0, -1], {}, "token id -1"),
         ([0] * 40, {}, "40 tokens"),
         ([0], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([0], {"max_new_tokens": -3}, "max_new_tokens=-3"),
         ([0], {"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
-        ([0], {"stop": [""]}, "empty stop string"),
-        ([0], {"stop": ""}, "empty stop string"),
+        ([0], {"max_new_tokens": True}, "max_new_tokens=True"),
+        ([0], {"stop": [5]}, "must be texts"),
+        ([0], {"sampling": {"seed": 1}}, "must be an outpace.Sampling"),
+        ([0], {"method": Lookahead}, "must be a name or a method"),
+        ([0], {"stop": [""]}, "not empty"),
+        ([0], {"stop": ""}, "not empty"),
     ],
 )
 def test_bad_input_is_named_before_anything_runs(prompt: Any, options: dict[str, Any], words: str) -> None:
@@ -230,3 +262,23 @@ def test_a_draft_model_with_another_vocabulary() -> None:
     other = tiny("Llama", vocab_size=50)
     with pytest.raises(outpace.ModelError, match="50"):
         Decoder(tiny("Llama")).prepare(DraftModel(model=other))
+
+
+def test_a_prompt_may_be_a_tensor() -> None:
+    decoder = cycle()
+    assert decoder.generate(torch.tensor([0, 1]), max_new_tokens=2).token_ids == [2, 3]
+    assert decoder.generate(list(torch.tensor([0, 1]).numpy()), max_new_tokens=2).token_ids == [2, 3]
+
+
+def test_a_method_may_be_named_for_one_text() -> None:
+    assert cycle().generate([0], method="jacobi", max_new_tokens=2).method == "jacobi"
+    assert (
+        Decoder(tiny("Llama")).generate([1], method=DraftModel(model=tiny("Llama")), max_new_tokens=2).new_tokens == 2
+    )
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(InputError, match="is no model"):
+        Decoder(object())
+    with pytest.raises(InputError, match="is no model"):
+        Decoder(tiny("Llama")).prepare(DraftModel(model=5))

@@ -154,3 +154,41 @@ def test_longrope_keeps_drafts_below_its_threshold() -> None:
     assert adapter.room(20) == 11
     assert adapter.room(31) == 0
     assert adapter.room(32) == CONTEXT - 33
+
+
+def test_a_model_that_cannot_be_run_in_parts_is_refused() -> None:
+    """A chains-only model must compute a text in pieces as it computes it whole."""
+    model = copy.deepcopy(tiny_chain("Bloom"))
+    attention = model.transformer.h[2].self_attention
+    forward = attention.forward
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        return (result[0] * (1 + kwargs["layer_past"].get_seq_length()), *result[1:])
+
+    attention.forward = forgetful
+    with pytest.raises(UnsupportedModel, match="several tokens at once"):
+        HFModel(model)
+
+
+def test_a_model_spread_by_accelerate_is_refused() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = copy.deepcopy(tiny("Llama"))
+    add_hook_to_module(model, ModelHook())
+    with pytest.raises(UnsupportedModel, match="device_map"):
+        HFModel(model)
+
+
+def test_growing_rotary_tables_stay_our_own() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny("Llama", max_position_embeddings=24)
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = rope
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    before = model.model.rotary_emb.inv_freq.clone()
+    adapter = HFModel(model)
+    pool = Pool()
+    with pool.sequence(random_text(40, 1)) as sequence:
+        adapter.forward(pool, pool.place_text(sequence, 40), logits=0)
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)

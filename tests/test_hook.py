@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -79,3 +80,31 @@ def test_nothing_is_hung_on_the_model() -> None:
     before = set(vars(model))
     generate(custom_generate=METHODS[0], max_new_tokens=3, do_sample=False)
     assert set(vars(model)) == before
+
+
+def test_changes_to_the_model_are_seen() -> None:
+    model = copy.deepcopy(tiny("Qwen2"))
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False}
+    first = model.generate(IDS, custom_generate=METHODS[0], **options)
+    with torch.no_grad():
+        model.set_output_embeddings(torch.nn.Linear(32, 97))
+    second = model.generate(IDS, custom_generate=METHODS[0], **options)
+    assert torch.equal(second, model.generate(IDS, **options))
+    assert not torch.equal(first, second)
+    model.to(torch.float64)
+    assert torch.equal(model.generate(IDS, custom_generate=METHODS[0], **options), model.generate(IDS, **options))
+
+
+def test_processors_see_the_padding_as_in_transformers() -> None:
+    model = tiny("Qwen2")
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS], 1)
+    mask = (torch.arange(13) >= 3)[None].long()
+    options = {"max_new_tokens": 12, "do_sample": False, "forced_eos_token_id": 9, "attention_mask": mask}
+    expected = model.generate(padded, **options)
+    assert torch.equal(model.generate(padded, custom_generate=METHODS[0], **options), expected)
+
+
+@pytest.mark.parametrize("options", [{"num_return_sequences": 2, "do_sample": True}])
+def test_several_answers_are_refused_by_their_name(options: dict[str, Any]) -> None:
+    with pytest.raises(outpace.InputError, match="num_return_sequences=2"):
+        generate(custom_generate=METHODS[0], max_new_tokens=3, **options)

@@ -132,9 +132,28 @@ def test_no_token_left_is_an_error() -> None:
         {"repetition_penalty": 0.0},
         {"presence_penalty": math.inf},
         {"rule": "best"},
+        {"temperature": "0.7"},
+        {"top_p": None},
+        {"top_k": 2.5},
+        {"seed": 1.5},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": {5: math.inf}},
     ],
 )
-def test_settings_out_of_range_are_named(bad: dict[str, float]) -> None:
+def test_settings_out_of_range_are_named(bad: dict[str, object]) -> None:
     (name,) = bad
     with pytest.raises(InputError, match=name):
         Sampling(**bad)  # type: ignore[arg-type]
+
+
+def test_the_smallest_temperature_is_greedy() -> None:
+    for temperature in (1e-3, 1e-39, 1e-44):
+        assert Picker(Sampling(temperature=temperature), 1).choose(LOGITS, [1]) == int(LOGITS.argmax())
+
+
+def test_a_processor_may_force_a_token() -> None:
+    def force(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([5]), math.inf)
+
+    for temperature in (0.0, 1.0):
+        assert Picker(Sampling(temperature=temperature, processors=[force]), 1).choose(LOGITS, [1]) == 5

@@ -116,3 +116,22 @@ def test_the_pool_stays_dense() -> None:
             pool.place(sequence, draft.draft())
             pool.keep(sequence, draft.draft(), Verdict((0, 5), (4, 1)))
         assert pool.used <= len(sequence.tokens) + 31
+
+
+def test_no_memory_to_grow_leaves_the_pool_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(capacity=4)
+    with pool.sequence([1, 2, 3]) as sequence:
+        mark(pool, pool.place_text(sequence, 2))
+
+        def out_of_memory(*_: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr("outpace.pool._storage", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.place(sequence, chain(3, list(range(9)), ""))
+        monkeypatch.undo()
+        assert pool.held == 2
+        assert pool.capacity == 4
+        mark(pool, pool.place(sequence, chain(3, list(range(9)), "")))
+        assert pool.capacity == 16
+    assert pool.held == 0

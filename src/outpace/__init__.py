@@ -71,3 +71,7 @@ def __getattr__(name: str) -> Any:
             value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -68,6 +68,9 @@ class Lane:
         for token, source in zip(step.tokens, step.sources, strict=True):
             self._stream.push(token)
             self.text.append(self._stream.take(), colours.style(source))
+        if step.finish is not None:
+            self._stream.finish()
+            self.text.append(self._stream.take())
 
     def panel(self, console: Console, width: int, height: int | None) -> Panel:
         """The lane; with a height, only the last lines that fit in it."""

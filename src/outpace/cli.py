@@ -287,6 +287,7 @@ def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome
     runs = [
         {
             **run.to_json(),
+            "sources": run.sources,
             "settings": settings_of(method),
             "speed": outcome.speed(run),
             "differs_at": outcome.differs_at(run),

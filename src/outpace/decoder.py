@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from operator import index
+from os import PathLike
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 from .draft import Step
 from .errors import InputError, ModelError
@@ -45,7 +48,7 @@ class Result:
 
     @property
     def steps(self) -> int:
-        """How many forward passes of the target that took."""
+        """How many turns of the loop that took."""
         return len(self.accepted_per_step)
 
     @property
@@ -74,7 +77,7 @@ class Result:
             yield step
 
     def to_json(self) -> dict[str, object]:
-        """The result as plain values, in the order of the command line's --json."""
+        """The result as plain values: what `outpace generate --json` prints."""
         return {name: getattr(self, name) for name in _JSON}
 
 
@@ -91,12 +94,11 @@ _JSON = (
     "finish_reason",
     "accepted_per_step",
     "lossless",
-    "sources",
 )
 
 
 class Decoder:
-    """A model and a tokenizer, ready to write.
+    """A model and a tokenizer, ready to write. It takes the model as it is now, and one thread at a time.
 
     >>> import outpace
     >>> decoder = outpace.load("smollm2-135m", method="lookahead")  # doctest: +SKIP
@@ -106,6 +108,10 @@ class Decoder:
     def __init__(
         self, model: Any, tokenizer: Any = None, method: str | Method = "lookahead", **settings: object
     ) -> None:
+        if not (hasattr(model, "config") or hasattr(model, "vocabulary")):
+            raise InputError(
+                f"{type(model).__name__} is no model: give a loaded transformers model, or use outpace.load."
+            )
         adapted: Model = HFModel(model) if hasattr(model, "config") else model
         self.engine = Engine(adapted)
         self.tokenizer = tokenizer
@@ -124,6 +130,8 @@ class Decoder:
         """
         if isinstance(method, str):
             method = make(method, cpu=self.model.device.type == "cpu", **settings)
+        elif not isinstance(method, Method):
+            raise InputError(f"method={method!r} must be a name or a method like outpace.Lookahead().")
         elif settings:
             raise InputError(
                 f"settings {sorted(settings)} go into {type(method).__name__}(...), which was given ready."
@@ -133,7 +141,8 @@ class Decoder:
     def generate(self, prompt: Prompt, **options: Any) -> Result:
         """Write the whole answer. Takes the options of `stream`."""
         tokens = self.encode(prompt, options.pop("raw", False))
-        result = self.begin(tokens, options.get("method"))
+        options["method"] = method = self.prepare(options.get("method") or self.method)
+        result = self.begin(tokens, method)
         for _ in result.follow(self.stream(tokens, **options)):
             pass
         return result
@@ -151,32 +160,35 @@ class Decoder:
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         raw: bool = False,
-        method: Method | None = None,
+        method: str | Method | None = None,
     ) -> Iterator[Step]:
         """Write step by step: each Step has the new tokens, their sources and the new text.
 
         `stop` strings end the text and are not part of it. `raw` gives a text to the model as it is, without the
-        chat template. `method` overrides the decoder's own for this text; get it from `prepare`.
+        chat template. `method` overrides the decoder's own for this text; `prepare` one that has a model to load.
         """
         tokens = self.encode(prompt, raw)
         limit = self._limit(len(tokens), max_new_tokens)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(stop):
-            raise InputError("stop: an empty stop string would end every text; leave it out.")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if not all(isinstance(item, str) and item for item in stop):
+            raise InputError(f"stop={stop!r}: stop strings must be texts, and not empty ones.")
         if stop and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer; this decoder has none.")
-        return self._stream(tokens, limit, sampling or Sampling(), stop, method or self.method)
+        if not isinstance(sampling, Sampling | None):
+            raise InputError(f"sampling={sampling!r} must be an outpace.Sampling.")
+        return self._stream(tokens, limit, sampling or Sampling(), stop, self.prepare(method or self.method))
 
     def _stream(
         self, tokens: list[int], limit: int, sampling: Sampling, stop: Sequence[str], method: Method
     ) -> Iterator[Step]:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
-        for step in decode(self.engine, method, tokens, sampling, Ending(limit, self.ends, text)):
-            if text is not None:
-                if step.finish is not None:
-                    text.finish()
-                step = replace(step, text=text.take())
-            yield step
+        with closing(decode(self.engine, method, tokens, sampling, Ending(limit, self.ends, text))) as steps:
+            for step in steps:
+                if text is not None:
+                    if step.finish is not None:
+                        text.finish()
+                    step = replace(step, text=text.take())
+                yield step
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The prompt's token ids, through the chat template unless `raw`."""
@@ -189,15 +201,23 @@ class Decoder:
         return tokens
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
-        ids = [] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, int)]
-        if not isinstance(prompt, str) and len(ids) == len(prompt):
-            return ids
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()  # a tensor or an array of token ids
+        if not isinstance(prompt, str):
+            items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
+            ids = [index(item) for item in items if isinstance(item, SupportsIndex) and not isinstance(item, bool)]
+            if len(ids) == len(items):
+                return ids
+            if not all(isinstance(item, Mapping) for item in items):
+                raise InputError(
+                    f"the prompt is {prompt!r:.60}: it must be a text, a list of token ids, or a list of chat messages."
+                )
         if self.tokenizer is None:
             raise InputError("a text prompt needs a tokenizer; this decoder has none. Give token ids.")
-        if isinstance(prompt, str) and not prompt.strip():
-            raise InputError("the prompt is empty. Give at least one word.")
         if isinstance(prompt, str) and raw:
             return list(self.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, str) and not prompt.strip():
+            raise InputError("the prompt is empty. Give at least one word.")
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
                 f"the tokenizer of {self.model.name} has no chat template. Pass raw=True (--raw) to give the prompt as "
@@ -207,7 +227,7 @@ class Decoder:
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def _limit(self, prompt_length: int, max_new_tokens: int) -> int:
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more, a whole number.")
         left = self.model.context - prompt_length
         if left < 1:
@@ -228,8 +248,8 @@ def load(
     **settings: object,
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer."""
-    if isinstance(model, str):
-        loaded = load_model(model, dtype, device)
+    if isinstance(model, str | PathLike):
+        loaded = load_model(str(model), dtype, device)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
     elif dtype is not None or device is not None:
         raise InputError("dtype and device are for models loaded by name; move a loaded model with model.to(...).")

@@ -137,12 +137,28 @@ def chain(root: int, guesses: Sequence[int], source: str) -> Draft:
     )
 
 
+def best_tokens(logits: torch.Tensor) -> list[int]:
+    """For each row of logits [rows, vocabulary], the token with the highest; one that is NaN if there is any.
+
+    >>> best_tokens(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, float("nan")]]))
+    [1, 2]
+    """
+    if logits.device.type == "cpu":
+        logits = logits.float().numpy()  # type: ignore[assignment] # whose argmax is ten times as quick on a CPU
+    return list(logits.argmax(-1).tolist())
+
+
 @dataclass(frozen=True)
 class Scores:
     """What the model computed for each row of a draft."""
 
     logits: torch.Tensor  # [rows, vocabulary]
     hidden: torch.Tensor  # [rows, width] after the last layer, before the final norm
+
+    @cached_property
+    def best(self) -> list[int]:
+        """For each row, the token with the highest logit."""
+        return best_tokens(self.logits)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from time import perf_counter
 from typing import TypeAlias
 
@@ -17,15 +17,21 @@ Stop: TypeAlias = "Callable[[int], str | None]"
 """Told every new token once and in order; says why the text ends with it, or None."""
 
 
-def decode(engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop) -> Iterator[Step]:
+def decode(
+    engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop
+) -> Generator[Step, None, None]:
     """Write on from `prompt` until `stop` says so, step by step."""
     picker = Picker(sampling, len(prompt))
     finish: str | None = None
+    written = 0
 
     def finished(token: int) -> bool:
-        nonlocal finish
+        nonlocal finish, written
+        written += 1
         finish = stop(token)
         return finish is not None
+
+    engine = engine.for_one_text()
 
     with engine.pool.sequence(prompt) as sequence, method.start(engine, sequence, picker) as drafter:
         while finish is None:
@@ -37,7 +43,7 @@ def decode(engine: Engine, method: Method, prompt: Sequence[int], sampling: Samp
             try:
                 verdict = verify(draft, scores, picker, sequence.tokens, finished)
             except InvalidLogits as error:
-                raise InvalidLogits(f"at new token {len(sequence.tokens) - len(prompt) + 1}: {error}.") from error
+                raise InvalidLogits(f"at new token {written + 1}: {error}.") from error
             engine.pool.keep(sequence, draft, verdict)
             clock.lap("verify")
             drafter.learn(draft, scores, verdict)

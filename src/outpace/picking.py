@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from .draft import best_tokens
 from .errors import InputError, InvalidLogits
 
 Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,6 +24,9 @@ Proposal: TypeAlias = "tuple[int, torch.Tensor | None]"
 """A guess, and the distribution it was drawn from (None: it was not drawn by chance)."""
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,15 @@ class Sampling:
     rule: Literal["keyed", "rejection"] = "keyed"
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise InputError(f"{name}={getattr(self, name)!r} must be a whole number.")
+        for name in _NUMBERS:
+            if not isinstance(getattr(self, name), (int, float)):
+                raise InputError(f"{name}={getattr(self, name)!r} must be a number.")
+        for token, bias in self.logit_bias.items():
+            if not (isinstance(token, int) and isinstance(bias, (int, float)) and bias < math.inf):
+                raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below infinity.")
         limits = {
             "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
@@ -81,7 +94,7 @@ class Picker:
         """The target's token after `prefix`, given its logits there [vocabulary]."""
         if self.sampling.rule == "rejection" and not self.greedy:
             return self._reject(self.probabilities(logits, prefix), len(prefix), proposals)
-        return self._pick(logits, prefix, _TARGET)
+        return self._pick(logits, prefix)
 
     def guess(self, logits: torch.Tensor, prefix: Sequence[int]) -> Proposal:
         """A drafter's guess at `choose`, from logits of its own.
@@ -92,22 +105,19 @@ class Picker:
         if self.sampling.rule == "rejection" and not self.greedy:
             q = self.probabilities(logits, prefix)
             return self._draw(q, len(prefix), _GUESS), q
-        return self._pick(logits, prefix, _TARGET), None
+        return self._pick(logits, prefix), None
 
     def probabilities(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
-        """The distribution [vocabulary] that a token after `prefix` is drawn from."""
-        scores = self._process(logits, prefix)
-        if self.greedy:
-            scores = torch.where(scores == scores.max(), 0.0, -math.inf)
-        return self._checked(scores).softmax(-1, dtype=torch.float64)
+        """The distribution [vocabulary] that a token after `prefix` is drawn from, unless greedy."""
+        return self._checked(self._process(logits, prefix)).softmax(-1, dtype=torch.float64)
 
-    def _pick(self, logits: torch.Tensor, prefix: Sequence[int], stream: int) -> int:
+    def _pick(self, logits: torch.Tensor, prefix: Sequence[int]) -> int:
         scores = self._process(logits, prefix)
         if self.greedy:
-            token = int(scores.argmax())
+            (token,) = best_tokens(scores[None])
             self._checked(scores[token])
             return token
-        return self._draw_from_scores(self._checked(scores), len(prefix), stream)
+        return self._draw_from_scores(self._checked(scores), len(prefix), _TARGET)
 
     def _process(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
         """Logits to scores: bias, penalties, the user's processors, then (unless greedy) temperature and cuts."""
@@ -123,6 +133,9 @@ class Picker:
                     scores = processor(ids, scores[None])[0]
         if self.greedy:
             return scores
+        best = scores.max()
+        if best.isfinite():
+            scores = scores - best  # so that no temperature is too small for float32
         scores = scores / setting.temperature
         if 0 < setting.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(setting.top_k).values[-1], -math.inf)
@@ -143,8 +156,10 @@ class Picker:
             old = scores[seen]
             scores[seen] = torch.where(old < 0, old * setting.repetition_penalty, old / setting.repetition_penalty)
         if setting.presence_penalty or setting.frequency_penalty:
-            for token, count in Counter(prefix[self.prompt_length :]).items():
-                scores[token] -= setting.presence_penalty + setting.frequency_penalty * count
+            counts = Counter(prefix[self.prompt_length :])
+            tokens = torch.tensor([*counts], dtype=torch.long, device=scores.device)
+            often = torch.tensor([*counts.values()], dtype=scores.dtype, device=scores.device)
+            scores[tokens] -= setting.presence_penalty + setting.frequency_penalty * often
         return scores
 
     def _checked(self, scores: torch.Tensor) -> torch.Tensor:
@@ -157,7 +172,7 @@ class Picker:
 
     def _draw_from_scores(self, scores: torch.Tensor, position: int, stream: int) -> int:
         """Argmax of scores plus Gumbel noise: an exact draw from their softmax."""
-        alive = scores.isfinite().nonzero().squeeze(-1)  # after a cut few are left, and only they need noise
+        alive = (scores > -math.inf).nonzero().squeeze(-1)  # after a cut few are left, and only they need noise
         noise = gumbel(self.sampling.seed, position, stream, alive)
         return int(alive[(scores[alive].double() + noise).argmax()])
 

@@ -81,6 +81,8 @@ class Pool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` slots, the lowest free ones."""
+        if self.held + count > self.capacity:
+            self._grow(self.held + count)
         slots: list[int] = []
         while self._free and len(slots) < count:
             slot = heapq.heappop(self._free)
@@ -88,8 +90,6 @@ class Pool:
                 self._taken[slot] = True
                 slots.append(slot)
         fresh = range(self.used, self.used + count - len(slots))
-        if fresh.stop > self.capacity:
-            self._grow(fresh.stop)
         self._taken[fresh.start : fresh.stop] = True
         self.used += len(fresh)
         self.held += count
@@ -155,34 +155,35 @@ class Pool:
         """Store rows' keys and values at one layer; return all that the pool holds there."""
         stored = self._layers.get(layer)
         if stored is None:
-            stored = self._layers[layer] = (self._make(keys), self._make(values))
+            stored = self._layers[layer] = (_storage(keys, self.capacity), _storage(values, self.capacity))
         stored[0].index_copy_(2, slots, keys)
         stored[1].index_copy_(2, slots, values)
         return stored[0][:, :, : self.used], stored[1][:, :, : self.used]
 
-    def _make(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not garbage: a masked slot still enters the product, and 0 * NaN is NaN.
-        return like.new_zeros((1, like.shape[1], self.capacity, like.shape[3]))
-
     def _grow(self, needed: int) -> None:
-        before = self.capacity
-        while self.capacity < needed:
-            self.capacity *= 2
-        self._positions = np.pad(self._positions, (0, self.capacity - before))
-        self._taken = np.pad(self._taken, (0, self.capacity - before))
+        capacity = self.capacity
+        while capacity < needed:
+            capacity *= 2
+        larger: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, stored in self._layers.items():
-            larger = tuple(self._make(part) for part in stored)
-            for new, old in zip(larger, stored, strict=True):
-                new[:, :, :before] = old
-            self._layers[layer] = (larger[0], larger[1])
+            new = (_storage(stored[0], capacity), _storage(stored[1], capacity))
+            for target, source in zip(new, stored, strict=True):
+                target[:, :, : self.capacity] = source
+            larger[layer] = new
+        # Only now that nothing can fail: a pool that ran out of memory is as good as before.
+        self._layers = larger
+        self._positions = np.pad(self._positions, (0, capacity - self.capacity))
+        self._taken = np.pad(self._taken, (0, capacity - self.capacity))
+        self.capacity = capacity
 
     def _rows(
         self, sequence: Sequence, tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask
     ) -> Rows:
         """Rows that see all of the sequence's computed tokens, and `among` themselves what it says."""
         self._positions[slots] = positions
-        sees = np.zeros((len(slots), self.used), dtype=np.bool_)
-        sees[:, sequence.slots] = True
+        text = np.zeros(self.used, dtype=np.bool_)
+        text[sequence.slots] = True
+        sees = np.tile(text, (len(slots), 1))
         sees[:, slots] = among
         return Rows(
             tokens=torch.tensor(tokens, device=self.device),
@@ -191,3 +192,8 @@ class Pool:
             sees=torch.from_numpy(sees).to(self.device),
             slot_positions=torch.from_numpy(self._positions[: self.used].copy()).to(self.device),
         )
+
+
+def _storage(like: torch.Tensor, capacity: int) -> torch.Tensor:
+    # Zeros, not what lay in memory: a slot that nobody may see still enters the product, and 0 * NaN is NaN.
+    return like.new_zeros((1, like.shape[1], capacity, like.shape[3]))

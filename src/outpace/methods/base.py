@@ -47,7 +47,8 @@ class Drafter(AbstractContextManager["Drafter"]):
 class Method:
     """A way to draft. Its fields are its settings.
 
-    A method can be given to transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`.
+    A method can be given to transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`. There
+    transformers drops a `streamer`; use `Decoder.stream` to see the text as it comes.
     """
 
     name: ClassVar[str]
@@ -60,7 +61,7 @@ class Method:
         return True
 
     def prepare(self, model: Model) -> Method:
-        """Check that the method works with `model`, and load what it needs. Called once for a decoder."""
+        """Check that the method works with `model`, and load what it needs. A prepared method stays as it is."""
         if self.branches and not model.branches:
             raise UnsupportedModel(
                 f"{model.name} computes chains of tokens only (its positions are counted from the mask), and "

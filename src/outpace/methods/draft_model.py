@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..draft import Draft, Verdict, chain
-from ..errors import InputError, ModelError
+from ..errors import InputError, InvalidLogits, ModelError
 from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence
@@ -64,6 +64,8 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.length = method.length
         self.small = Engine(method.model)
+        # A user's processors may count their calls or refuse what lies beyond the end: guesses do without them.
+        self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
         self._open = ExitStack()
         self.ahead = self._open.enter_context(self.small.pool.sequence(sequence.tokens))
 
@@ -75,7 +77,10 @@ class _Drafter(Drafter):
         for _ in range(length):
             alone = chain(self.ahead.tokens[-1], (), "")
             scores = self.small.score(self.ahead, alone)
-            token, proposal = self.picker.guess(scores.logits[0], self.ahead.tokens)
+            try:
+                token, proposal = self.guesser.guess(scores.logits[0], self.ahead.tokens)
+            except InvalidLogits:
+                break  # the small model is at a loss; the target may not be
             self.small.pool.keep(self.ahead, alone, Verdict((0,), (token,)))
             guesses.append(token)
             proposals.append(proposal)

@@ -43,12 +43,10 @@ class _Drafter(Drafter):
         self.guesses = self.random.choices(sequence.tokens, k=self.window)
 
     def draft(self, room: int) -> Draft:
-        return chain(self.sequence.tokens[-1], self.guesses[:room], self._source)
-
-    _source = "jacobi"
+        return chain(self.sequence.tokens[-1], self.guesses[:room], "jacobi")
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         """The model's answers behind the accepted ones are the next guesses."""
-        better = scores.logits[len(verdict.rows) :].argmax(-1).tolist()
+        better = scores.best[len(verdict.rows) :]
         fresh = self.random.choices(self.sequence.tokens, k=self.window - len(better))
         self.guesses = [*better, *fresh]

@@ -97,7 +97,7 @@ class _Drafter(Drafter):
         return tree.draft(None if method.verify_window else candidates)
 
     def _add_guesses(self, tree: Tree, room: int) -> None:
-        """Guesses from the text, then from the pool, to the number of rows that G whole n-grams would take."""
+        """Guesses from the text, then from the pool, until there are as many rows as G whole n-grams have."""
         ngram = self.method.ngram - 1
         most = 1 + self.method.guesses * ngram
         self.history.grow(tree, most, min(self.method.reach, room), HISTORY_FLOOR, "history")
@@ -130,12 +130,11 @@ class _Drafter(Drafter):
         for length in range(len(text) - len(verdict.tokens) + 1, len(text) + 1):
             self._read(text[max(0, length - ngram) : length])
         if self.method.recycle:
-            answers = scores.logits.argmax(-1).tolist()
             for row in range(len(draft) - 1, 0, -1):
-                self.pool.add([draft.tokens[draft.parents[row]], draft.tokens[row], answers[row]])
+                self.pool.add([draft.tokens[draft.parents[row]], draft.tokens[row], scores.best[row]])
         if not self.tips:
             return
-        found: list[int] = scores.logits[self.tips].argmax(-1).tolist()
+        found = [scores.best[tip] for tip in self.tips]
         if self.full:
             self._collect(draft.tokens[0], found)
             _, first, *others = [*self.levels, found]
@@ -143,8 +142,7 @@ class _Drafter(Drafter):
         else:
             self.levels = [level[1:] for level in [*self.levels, found]]
         if self.method.shift == "token":
-            beyond = len(verdict.tokens) - 1
-            self.levels = [level[beyond:] + level[:beyond] for level in self.levels]
+            self.levels = [_rotated(level, len(verdict.tokens) - 1) for level in self.levels]
 
     def _read(self, end: list[int]) -> None:
         """Take in one token of text, the last of `end`."""
@@ -156,3 +154,9 @@ class _Drafter(Drafter):
     def _collect(self, current: int, found: list[int]) -> None:
         for column, token in enumerate([current, *self.levels[0]]):
             self.pool.add([token, *(level[column] for level in self.levels[1:]), found[column]])
+
+
+def _rotated(level: list[int], places: int) -> list[int]:
+    """The level moved on by some places. What falls off its front fills up its end."""
+    start = places % len(level) if level else 0
+    return level[start:] + level[:start]

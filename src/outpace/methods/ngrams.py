@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..draft import Tree
@@ -88,17 +88,17 @@ class NgramPool:
     def __init__(self, longest: int, capacity: int) -> None:
         self._longest = longest
         self._capacity = capacity
-        self._runs: dict[tuple[int, ...], OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
+        self._runs: dict[tuple[int, ...], dict[tuple[int, ...], None]] = defaultdict(dict)  # key -> runs, newest last
 
     def add(self, ngram: Sequence[int]) -> None:
         """Remember an n-gram under each of its beginnings that a key may have."""
         for key in range(1, min(self._longest, len(ngram) - 1) + 1):
             runs = self._runs[tuple(ngram[:key])]
             run = tuple(ngram[key:])
+            runs.pop(run, None)
             runs[run] = None
-            runs.move_to_end(run)
             if len(runs) > self._capacity:
-                runs.popitem(last=False)
+                del runs[next(iter(runs))]
 
     def continuations(self, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Runs that followed the end of `text`: longest key first, then newest first."""

@@ -31,7 +31,7 @@ import platformdirs
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from outpace.errors import FetchError, UnknownNameError
+from ..errors import FetchError, UnknownNameError
 
 MANIFEST = "outpace.json"
 

@@ -29,9 +29,13 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 
 class HFModel:
-    """A transformers causal language model, as the loop sees it."""
+    """A transformers causal language model, as the loop sees it.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    It takes the model as it is now: move it, change its dtype or add adapters before. One thread at a time.
+    `check` compares a small tree with its paths, and refuses the model if they differ.
+    """
+
+    def __init__(self, model: PreTrainedModel, check: bool = True) -> None:
         _refuse_what_cannot_work(model)
         config = model.config.get_text_config()
         self.name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
@@ -53,8 +57,9 @@ class HFModel:
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
-        self.branches = self._takes_positions and not getattr(config, "alibi", False)
-        self._check()
+        self.branches = self._takes_positions and not _counts_slots(config)
+        if check:
+            self._check()
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
@@ -145,7 +150,7 @@ class HFModel:
             apart = [self._logits(text, chain(text[-1], path, "check"))[-1] for path in (left, right)]
         else:
             together = self._logits(text, chain(text[-1], left, "check"))[[-1]]
-            apart = [self._logits([*text, *left], chain(left[-1], (), "check"))[-1]]
+            apart = [self._logits([*text, *left], chain(left[-1], (), "check"), chunk=2)[-1]]
         error = _disagreement(together, torch.stack(apart))
         if not error < 0.05:  # also when it is NaN
             raise UnsupportedModel(
@@ -153,10 +158,17 @@ class HFModel:
                 f"(relative difference {error:.2g}), so Outpace cannot keep its text unchanged."
             )
 
-    def _logits(self, text: list[int], draft: Draft) -> torch.Tensor:
+    def _logits(self, text: list[int], draft: Draft, chunk: int | None = None) -> torch.Tensor:
         pool = Pool(self.device, capacity=16)
-        with pool.sequence(text) as sequence:
-            return self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
+        try:
+            with pool.sequence(text) as sequence:
+                for _ in range(0, len(text) - 1, chunk) if chunk else ():
+                    count = min(chunk or 0, len(text) - 1 - len(sequence.slots))
+                    self.forward(pool, pool.place_text(sequence, count), logits=0)
+                return self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+            kind = type(self._mirror).__name__
+            raise UnsupportedModel(f"{kind} cannot be run row by row ({type(error).__name__}: {error}).") from error
 
 
 def attend(
@@ -196,7 +208,7 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class _Mirror:
-    """Copies modules without their weights' storage: the copy shares every parameter and buffer."""
+    """Copies modules without their weights' storage: the copy shares every parameter."""
 
     def __init__(self, attention: str) -> None:
         self._attention = attention
@@ -209,6 +221,7 @@ class _Mirror:
             return known
         twin = self._copies[id(module)] = copy.copy(module)
         twin._modules = {name: child and self.of(child) for name, child in module._modules.items()}
+        twin._buffers = dict(module._buffers)  # rotary tables may be replaced as they grow: not the user's
         twin.training = False
         config = module.__dict__.get("config")
         if config is not None:
@@ -308,8 +321,21 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
             f"{kind} has {what}, whose state cannot be rolled back when a guess is wrong. "
             "Outpace needs a model with attention in every layer."
         )
+    if any("_hf_hook" in vars(module) for module in model.modules()):
+        raise UnsupportedModel(
+            f"{kind} was spread over devices by accelerate, whose hooks bypass the adapter. "
+            "Load it without device_map and move it to one device with model.to(...)."
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{kind} has no output head; load the model with AutoModelForCausalLM.")
+
+
+def _counts_slots(config: Any) -> bool:
+    """Whether a model takes distances from the places of keys in the cache (ALiBi, GPT-Neo's local layers).
+
+    Then slots must be in the order of the text, which a chain's are and a tree's are not.
+    """
+    return bool(getattr(config, "alibi", False) or getattr(config, "attention_layers", None))
 
 
 def _dense_attention(model: PreTrainedModel) -> str:

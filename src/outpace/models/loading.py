@@ -26,18 +26,28 @@ def load(name: str, dtype: str | torch.dtype | None = None, device: str | None =
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
     folder = _find(name)
+    local = Path(folder).is_dir()  # else transformers asks the hub about optional files of a folder
     try:
-        # transformers asks the hub about a folder's optional files, unless told that all is here.
-        local = Path(folder).is_dir()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=local)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=local)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:
         raise ModelError(
-            f"model {name!r} could not be loaded: {reason} A model folder needs config.json, safetensors weights and "
-            "tokenizer files; a hub id needs a network at first use."
+            f"model {name!r} could not be loaded: {_reason(error)} A model folder needs config.json and whole "
+            "safetensors weights that fit it; a hub id needs a network at first use."
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=local)
+    except Exception as error:
+        raise ModelError(
+            f"the tokenizer of {name!r} could not be loaded: {_reason(error)} The folder needs tokenizer files "
+            "(tokenizer.json and tokenizer_config.json)."
         ) from error
     return Loaded(model.to(place).eval(), tokenizer)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return first if first.endswith((".", "!", "?")) else f"{first}."
 
 
 def as_model(source: str | PreTrainedModel | Model, like: Model) -> Model:
@@ -47,6 +57,8 @@ def as_model(source: str | PreTrainedModel | Model, like: Model) -> Model:
     if isinstance(source, str):
         dtype = getattr(like, "dtype", None)
         return HFModel(load(source, dtype, str(like.device)).model)
+    if not hasattr(source, "vocabulary"):
+        raise InputError(f"{source!r} is no model: give a name, a folder or a loaded transformers model.")
     return source
 
 
@@ -57,9 +69,9 @@ def resolve_device(device: str | None) -> torch.device:
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(
-            f"device {device!r} cannot be used here: {str(error).splitlines()[0]} Try --device cpu."
+            f"device {device!r} cannot be used here: {_reason(error)} Use 'cpu', or leave it out."
         ) from error
     return place
 
@@ -71,7 +83,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
+        raise UnknownNameError("dtype", str(dtype), DTYPES)
     return DTYPES[dtype]
 
 

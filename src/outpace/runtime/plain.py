@@ -14,6 +14,10 @@ class Engine:
         self.model = model
         self.pool = Pool(model.device)
 
+    def for_one_text(self) -> Engine:
+        """The engine to write a text with: this one, or one apart for models that see whatever the pool holds."""
+        return self if self.model.branches else Engine(self.model)
+
     def score(self, sequence: Sequence, draft: Draft) -> Scores:
         """Compute the draft's rows, and before them whatever text of the sequence is not computed yet."""
         if not (draft.is_chain or self.model.branches):

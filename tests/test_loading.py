@@ -1,0 +1,65 @@
+"""Models by name: what is wrong with a folder is said in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outpace import InputError, ModelError, UnknownNameError, load
+from outpace.models import loading
+
+from .conftest import tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model without a tokenizer."""
+    tiny("Llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer of"):
+        load(folder, device="cpu")
+
+
+def test_broken_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="whole safetensors weights"):
+        load(folder, device="cpu")
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        load(folder, device="cpu")
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(tmp_path, device="cpu")
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(ModelError, match="Name the folder"):
+        load(folder / "config.json", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "/no/such/folder", "./model"])
+def test_no_such_model(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="smollm2-135m"):
+        load(name, device="cpu")
+
+
+def test_device_and_dtype() -> None:
+    with pytest.raises(InputError, match="device 'gpu'"):
+        loading.resolve_device("gpu")
+    with pytest.raises(UnknownNameError, match="bfloat16"):
+        loading.resolve_dtype("bf16", torch.device("cpu"))
+    assert loading.resolve_dtype(None, torch.device("cpu")) == torch.float32
+    assert loading.resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
+    with pytest.raises(InputError, match="loaded by name"):
+        load(tiny("Llama"), dtype="float32")
