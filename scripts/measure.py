@@ -66,6 +66,7 @@ STEPS: dict[str, Method] = {
 CLOCK: dict[str, Method] = {
     "jacobi (7)": Jacobi(window=7),
     "prompt-lookup (8 rows)": PromptLookup(rows=8),
+    "prompt-lookup (8 rows, gate 0.2)": PromptLookup(rows=8, gate=0.2),
     "prompt-lookup (64 rows)": PromptLookup(),
     "lookahead (2, 3, 2)": Lookahead(window=2, ngram=3, guesses=2),
     "lookahead (15, 5, 15)": Lookahead(),
@@ -113,7 +114,7 @@ def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
     sampling = Sampling() if seed is None else Sampling(temperature=0.8, top_p=0.95, seed=seed)
     methods: list[Method] = [
         Jacobi(window=4 if small else 16),
-        PromptLookup(floor=0.002) if small else PromptLookup(),
+        PromptLookup(rows=8, gate=0.2) if small else PromptLookup(),
         Lookahead(window=5, ngram=4, guesses=5) if small else Lookahead(),
         DraftModel(model=first_layers(4), length=3),
     ]
@@ -161,7 +162,8 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     tokens = len(transformers_generate(prompt))
     seconds["transformers generate"] = (time.perf_counter() - start) / tokens
-    for name, method in {"plain": PLAIN, **CLOCK}.items():
+    chosen = {name: method for name, method in CLOCK.items() if name.startswith(unit["only"])}
+    for name, method in {"plain": PLAIN, **chosen}.items():
         with forward_time() as forwards:
             start = time.perf_counter()
             steps = list(_decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS))
@@ -190,7 +192,7 @@ def spec_bench(path: Path, each: int) -> list[dict[str, Any]]:
 
 
 def key(unit: dict[str, Any]) -> str:
-    names = ("model", "dtype", "prompt", "seed", "method", "question", "repeat")
+    names = ("model", "dtype", "prompt", "seed", "method", "question", "repeat", "only")
     return json.dumps([unit.get(name) for name in names])
 
 
@@ -273,7 +275,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON lines; finished work in it is not done again")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
     parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
-    parser.add_argument("--only", default="", help="methods whose name begins so, for steps")
+    parser.add_argument("--only", default="", help="methods whose name begins so, for steps and clock")
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
@@ -295,7 +297,7 @@ def main() -> None:
         table = steps_table(run(units, steps_unit, arguments))
     else:
         units = [
-            {"prompt": index, "repeat": repeat}
+            {"prompt": index, "repeat": repeat, "only": arguments.only}
             for repeat in range(arguments.repeats)
             for index in range(0, len(prompts()), 5)
         ]

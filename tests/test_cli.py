@@ -74,7 +74,8 @@ def outpace(*arguments: object, stdin: str | bytes | None = None) -> Result:
 
 
 def generate(folder: Path, *arguments: object, prompt: str = "hello", **options: Any) -> Result:
-    return outpace("generate", prompt, "--model", folder, "--device", "cpu", *arguments, **options)
+    chosen = ("--model", folder, "--device", "cpu", "--method", "lookahead")
+    return outpace("generate", prompt, *chosen, *arguments, **options)
 
 
 def assert_refused(result: Result, *words: str) -> None:
@@ -102,6 +103,10 @@ class TestGenerate:
         assert answer["tokens_per_step"] == answer["new_tokens"] / answer["steps"]
         assert answer["prompt_tokens"] == len("[hello]")
         assert answer["finish_reason"] in ("stop", "length")
+
+    def test_without_a_method_it_takes_the_one_that_suits_the_device(self, folder: Path) -> None:
+        result = outpace("generate", "hello", "--model", folder, "--device", "cpu", "--json", "--max-new-tokens", 3)
+        assert json.loads(result.stdout)["method"] == "prompt-lookup"
 
     def test_streams_the_text_and_sums_up_on_standard_error(self, folder: Path) -> None:
         text = json.loads(generate(folder, "--max-new-tokens", 12, "--json").stdout)["text"]

@@ -247,7 +247,7 @@ def test_text_needs_a_tokenizer() -> None:
         (lambda: Lookahead(prompt_pool="yes"), "prompt_pool='yes'"),  # type: ignore[arg-type]
         (lambda: Lookahead(shift="row"), "shift='row'"),
         (lambda: Jacobi(window=True), "whole number"),
-        (lambda: PromptLookup(floor=2.0), "floor=2.0"),
+        (lambda: PromptLookup(gate=2.0), "gate=2.0"),
         (lambda: DraftModel(), "no model given"),
         (lambda: outpace.methods.make("lookahed"), "Did you mean 'lookahead'"),
         (lambda: outpace.methods.make("lookahead", windw=3), "Did you mean 'window'"),

@@ -29,7 +29,7 @@ def test_grown_trees_keep_to_their_limits(
     history = History(3)
     history.extend(text)
     tree = Tree(text[-1])
-    history.grow(tree, rows, depth, floor, "test", branching)
+    history.grow(tree, rows, depth, "test", floor=floor, branching=branching)
     draft = tree.draft()
     assert len(draft) <= max(rows, 1)
     assert max(draft.depths) <= depth
@@ -52,7 +52,7 @@ def test_likelier_guesses_come_first() -> None:
     history = History(1)
     history.extend([0, 1, 0, 1, 0, 2, 0])
     tree = Tree(0)
-    history.grow(tree, rows=2, depth=1, floor=0.0, source="test")
+    history.grow(tree, rows=2, depth=1, source="test")
     assert tree.tokens == [0, 1]
 
 
@@ -64,3 +64,12 @@ def test_the_pool_keeps_the_newest(ngrams: list[list[int]], longest: int, capaci
     for token in range(4):
         newest = dict.fromkeys(tuple(ngram[1:]) for ngram in reversed(ngrams) if ngram[0] == token)
         assert list(pool.continuations([token])) == list(newest)[:capacity]
+
+
+def test_a_gate_keeps_weak_guesses_out() -> None:
+    history = History(2)
+    history.extend([0, 1, 5, 0, 1])
+    for gate, rows in ((0.28, 3), (0.29, 1)):  # after (0, 1) came 5: 0.2 + 0.8 * 0.1
+        tree = Tree(1)
+        history.grow(tree, rows=3, depth=5, source="test", gate=gate)
+        assert len(tree) == rows

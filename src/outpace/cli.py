@@ -92,7 +92,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.", show_default=False)],
     model: Model = "smollm2-135m",
-    method: Annotated[str, typer.Option(help="How to draft.")] = "lookahead",
+    method: Annotated[
+        str | None, typer.Option(help="How to draft. Default: lookahead, on a CPU prompt-lookup.", show_default=False)
+    ] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
     ] = [],  # noqa: B006 (typer copies it)
@@ -222,14 +224,16 @@ def _split(setting: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _make(name: str, settings: dict[str, str], device: str | None) -> Method:
+def _make(name: str | None, settings: dict[str, str], device: str | None) -> Method:
     """A method by name, its settings read by the types of its fields, the others suited to the device."""
-    from .methods import METHODS, make
+    from .methods import METHODS, default_method, make
     from .models.loading import resolve_device
 
+    cpu = resolve_device(device).type == "cpu"
+    name = name or default_method(cpu=cpu)
     kinds = get_type_hints(METHODS[name]) if name in METHODS else {}
     given = {key: _convert(name, key, value, kinds.get(key)) for key, value in settings.items()}
-    return make(name, cpu=resolve_device(device).type == "cpu", **given)
+    return make(name, cpu=cpu, **given)
 
 
 def _convert(method: str, name: str, value: str, kind: object) -> object:

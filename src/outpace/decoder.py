@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex, TypeAlias
 from .draft import Step
 from .errors import InputError, ModelError
 from .loop import decode
-from .methods import Method, make
+from .methods import Method, default_method, make
 from .models.adapter import Model
 from .models.hf import HFModel
 from .models.loading import load as load_model
@@ -106,7 +106,7 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, method: str | Method = "lookahead", **settings: object
+        self, model: Any, tokenizer: Any = None, method: str | Method | None = None, **settings: object
     ) -> None:
         if not (hasattr(model, "config") or hasattr(model, "vocabulary")):
             raise InputError(
@@ -116,7 +116,11 @@ class Decoder:
         self.engine = Engine(adapted)
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
-        self.method = self.prepare(method, **settings)
+        self.method = self.prepare(method or default_method(cpu=self._cpu), **settings)
+
+    @property
+    def _cpu(self) -> bool:
+        return self.model.device.type == "cpu"
 
     @property
     def model(self) -> Model:
@@ -129,7 +133,7 @@ class Decoder:
         By name, a method begins with settings that suit the device; given ready, it keeps its own.
         """
         if isinstance(method, str):
-            method = make(method, cpu=self.model.device.type == "cpu", **settings)
+            method = make(method, cpu=self._cpu, **settings)
         elif not isinstance(method, Method):
             raise InputError(f"method={method!r} must be a name or a method like outpace.Lookahead().")
         elif settings:
@@ -242,12 +246,15 @@ def load(
     model: Any = DEFAULT_MODEL,
     tokenizer: Any = None,
     *,
-    method: str | Method = "lookahead",
+    method: str | Method | None = None,
     dtype: str | None = None,
     device: str | None = None,
     **settings: object,
 ) -> Decoder:
-    """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer."""
+    """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
+
+    Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup.
+    """
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer

@@ -100,7 +100,7 @@ class _Drafter(Drafter):
         """Guesses from the text, then from the pool, until there are as many rows as G whole n-grams have."""
         ngram = self.method.ngram - 1
         most = 1 + self.method.guesses * ngram
-        self.history.grow(tree, most, min(self.method.reach, room), HISTORY_FLOOR, "history")
+        self.history.grow(tree, most, min(self.method.reach, room), "history", floor=HISTORY_FLOOR)
         for run in self.pool.continuations(self.sequence.tokens):
             if len(tree) >= most:
                 return

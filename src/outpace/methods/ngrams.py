@@ -52,8 +52,20 @@ class History:
                 belief *= 1 - trust
         return chances
 
-    def grow(self, tree: Tree, rows: int, depth: int, floor: float, source: str, branching: bool = True) -> None:
-        """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`."""
+    def grow(
+        self,
+        tree: Tree,
+        rows: int,
+        depth: int,
+        source: str,
+        floor: float = 0.0,
+        gate: float = 0.0,
+        branching: bool = True,
+    ) -> None:
+        """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
+
+        Nothing is added where not even the first guess has the chance `gate`.
+        """
         waiting: list[tuple[float, int, int, list[int]]] = []  # a heap: -chance, order, parent row, path with the guess
         order = 0
 
@@ -69,6 +81,8 @@ class History:
 
         if depth > 0:
             consider(0, [], 1.0)
+        if waiting and -waiting[0][0] < gate:
+            return
         while waiting and len(tree) < rows:
             chance, _, parent, path = heapq.heappop(waiting)
             (row,) = tree.insert(path[-1:], source, below=parent)

@@ -19,7 +19,7 @@ class PromptLookup(Method):
     longest: how many last tokens are compared; longer matches count more.
     rows: how many rows a draft may have.
     depth: how many tokens it may look ahead.
-    floor: the least chance that a guess must have. Raise it where rows cost time.
+    gate: the least chance that the best guess must have; below it the draft is empty. Raise it where rows cost time.
     tree: False for the likeliest chain alone.
     """
 
@@ -29,11 +29,11 @@ class PromptLookup(Method):
     longest: int = 4
     rows: int = 64
     depth: int = 16
-    floor: float = 0.0
+    gate: float = 0.0
     tree: bool = True
 
     def __post_init__(self) -> None:
-        self.check(longest=(1, 64), rows=(1, 1024), depth=(1, 512), floor=(0.0, 1.0))
+        self.check(longest=(1, 64), rows=(1, 1024), depth=(1, 512), gate=(0.0, 1.0))
 
     @property
     def branches(self) -> bool:
@@ -53,7 +53,8 @@ class _Drafter(Drafter):
     def draft(self, room: int) -> Draft:
         method = self.method
         tree = Tree(self.sequence.tokens[-1])
-        self.history.grow(tree, method.rows, min(method.depth, room), method.floor, "lookup", method.tree)
+        depth = min(method.depth, room)
+        self.history.grow(tree, method.rows, depth, "lookup", gate=method.gate, branching=method.tree)
         return tree.draft()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
