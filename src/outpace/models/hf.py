@@ -162,10 +162,12 @@ class HFModel:
         pool = Pool(self.device, capacity=16)
         try:
             with pool.sequence(text) as sequence:
-                for _ in range(0, len(text) - 1, chunk) if chunk else ():
-                    count = min(chunk or 0, len(text) - 1 - len(sequence.slots))
+                while chunk and (behind := len(text) - 1 - len(sequence.slots)):
+                    count = min(chunk, behind)
                     self.forward(pool, pool.place_text(sequence, count), logits=0)
                 return self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
             kind = type(self._mirror).__name__
             raise UnsupportedModel(f"{kind} cannot be run row by row ({type(error).__name__}: {error}).") from error
