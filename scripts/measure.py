@@ -4,7 +4,8 @@
     python scripts/measure.py steps  --out out/steps.jsonl --data FILE     tokens a step by task (Spec-Bench's file)
     python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
 
-A table is printed last.
+A table is printed last. On a machine without a package registry, carry the embedded model's GGUF file there, in parts
+if need be, and name it: `--gguf PART1 PART2 --model FOLDER` puts it together and converts it to FOLDER first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
 from outpace.bench.prompts import PROMPTS
+from outpace.models import bundled
 from outpace.models.loading import load
 
 NEW_TOKENS = 128
@@ -269,6 +272,18 @@ def clock_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def assemble(parts: list[Path], folder: Path) -> None:
+    """Make a model folder from the pieces of the embedded model's GGUF file."""
+    if (folder / "config.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        gguf = Path(place) / "model.gguf"
+        gguf.write_bytes(b"".join(part.read_bytes() for part in parts))
+        bundled._check_digest(gguf, bundled.describe("smollm2-135m").gguf_sha256)
+        bundled._convert_with_transformers(gguf, folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["equal", "steps", "clock"])
@@ -278,12 +293,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="methods whose name begins so, for steps and clock")
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument(
+        "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="threads of one worker")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
+    if arguments.gguf:
+        assemble(arguments.gguf, Path(arguments.model))
     if arguments.what == "steps" and (arguments.data is None or not arguments.data.is_file()):
         parser.error(f"steps needs --data with Spec-Bench's question file; {arguments.data} is none")
     if arguments.what == "equal":
