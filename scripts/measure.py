@@ -101,8 +101,8 @@ def prompts() -> list[tuple[str, str]]:
     return [(task, prompt) for task, group in PROMPTS.items() for prompt in group]
 
 
-def transformers_generate(prompt: str, **options: Any) -> list[int]:
-    ids = torch.tensor([_decoder.encode(prompt)], device=_decoder.model.device)
+def transformers_generate(prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt], device=_decoder.model.device)
     output = _model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, **options
     )
@@ -111,7 +111,7 @@ def transformers_generate(prompt: str, **options: Any) -> list[int]:
 
 def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
     """All methods on one prompt with one seed (None: greedy), against plain decoding."""
-    _, prompt = prompts()[unit["prompt"]]
+    prompt = _decoder.encode(prompts()[unit["prompt"]][1])
     seed = unit["seed"]
     small = seed is not None
     sampling = Sampling() if seed is None else Sampling(temperature=0.8, top_p=0.95, seed=seed)
@@ -159,7 +159,7 @@ def forward_time() -> Iterator[list[float]]:
 
 def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     """All methods on one prompt, one after the other: seconds a token."""
-    _, prompt = prompts()[unit["prompt"]]
+    prompt = _decoder.encode(prompts()[unit["prompt"]][1])
     seconds: dict[str, float] = {}
     outside: dict[str, float] = {}
     start = time.perf_counter()

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .draft import best_tokens
+from .draft import Scores, best_tokens
 from .errors import InputError, InvalidLogits
 
 Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -90,6 +90,14 @@ class Picker:
             or sampling.frequency_penalty
         )
 
+    def choose_after(self, row: int, scores: Scores, prefix: Sequence[int], proposals: Sequence[Proposal] = ()) -> int:
+        """The target's token after `row` of a draft. `prefix` is the text up to there, the row's token last."""
+        if self.greedy and not self._processes:
+            if not scores.best_logits[row] > -math.inf:
+                self._checked(scores.logits[row])
+            return scores.best[row]
+        return self.choose(scores.logits[row], prefix, proposals)
+
     def choose(self, logits: torch.Tensor, prefix: Sequence[int], proposals: Sequence[Proposal] = ()) -> int:
         """The target's token after `prefix`, given its logits there [vocabulary]."""
         if self.sampling.rule == "rejection" and not self.greedy:
@@ -114,8 +122,9 @@ class Picker:
     def _pick(self, logits: torch.Tensor, prefix: Sequence[int]) -> int:
         scores = self._process(logits, prefix)
         if self.greedy:
-            (token,) = best_tokens(scores[None])
-            self._checked(scores[token])
+            (token,), (best,) = best_tokens(scores[None])
+            if not best > -math.inf:
+                self._checked(scores)
             return token
         return self._draw_from_scores(self._checked(scores), len(prefix), _TARGET)
 

@@ -59,7 +59,7 @@ class Pool:
         self.capacity = capacity
         self.held = 0  # how many slots are taken
         self.used = 0  # no slot from here on is taken, so no row need look there
-        self._taken = np.zeros(capacity, dtype=np.bool_)
+        self._taken = bytearray(capacity)  # 1 where a slot is taken
         self._free: list[int] = []  # a heap: the lowest go first, so the pool stays dense; may hold taken ones
         self._positions = np.zeros(capacity, dtype=np.int64)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [1, heads, capacity, head size]
@@ -87,10 +87,10 @@ class Pool:
         while self._free and len(slots) < count:
             slot = heapq.heappop(self._free)
             if slot < self.used and not self._taken[slot]:
-                self._taken[slot] = True
+                self._taken[slot] = 1
                 slots.append(slot)
         fresh = range(self.used, self.used + count - len(slots))
-        self._taken[fresh.start : fresh.stop] = True
+        self._taken[fresh.start : fresh.stop] = b"\1" * len(fresh)
         self.used += len(fresh)
         self.held += count
         return [*slots, *fresh]
@@ -99,7 +99,7 @@ class Pool:
         """Give slots back."""
         for slot in slots:
             heapq.heappush(self._free, slot)
-        self._taken[list(slots)] = False
+            self._taken[slot] = 0
         self.held -= len(slots)
         while self.used and not self._taken[self.used - 1]:
             self.used -= 1
@@ -173,22 +173,24 @@ class Pool:
         # Only now that nothing can fail: a pool that ran out of memory is as good as before.
         self._layers = larger
         self._positions = np.pad(self._positions, (0, capacity - self.capacity))
-        self._taken = np.pad(self._taken, (0, capacity - self.capacity))
+        self._taken.extend(bytes(capacity - self.capacity))
         self.capacity = capacity
 
     def _rows(
         self, sequence: Sequence, tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask
     ) -> Rows:
         """Rows that see all of the sequence's computed tokens, and `among` themselves what it says."""
-        self._positions[slots] = positions
+        row = np.array([tokens, positions, slots])
+        self._positions[row[2]] = row[1]
         text = np.zeros(self.used, dtype=np.bool_)
         text[sequence.slots] = True
         sees = np.tile(text, (len(slots), 1))
-        sees[:, slots] = among
+        sees[:, row[2]] = among
+        numbers = torch.from_numpy(row).to(self.device)
         return Rows(
-            tokens=torch.tensor(tokens, device=self.device),
-            positions=torch.tensor(positions, device=self.device),
-            slots=torch.tensor(slots, device=self.device),
+            tokens=numbers[0],
+            positions=numbers[1],
+            slots=numbers[2],
             sees=torch.from_numpy(sees).to(self.device),
             slot_positions=torch.from_numpy(self._positions[: self.used].copy()).to(self.device),
         )

@@ -27,9 +27,8 @@ class TextStream:
     def push(self, token: int) -> None:
         """Take in one token."""
         self._tokens.append(token)
-        piece = self._piece()
-        if not piece.endswith(_INCOMPLETE):
-            self._show(piece)
+        if self._stop:  # otherwise nobody asks before `take`
+            self._read()
 
     def finish(self) -> None:
         """No more tokens will come."""
@@ -38,9 +37,15 @@ class TextStream:
 
     def take(self) -> str:
         """The text that is certain and was not taken before."""
+        self._read()
         end = len(self.text) - self._undecided()
         taken, self._taken = self.text[self._taken : end], max(end, self._taken)
         return taken
+
+    def _read(self) -> None:
+        piece = self._piece()
+        if not piece.endswith(_INCOMPLETE):
+            self._show(piece)
 
     def _piece(self) -> str:
         before = self._decode(self._tokens[self._start : self._shown])

@@ -27,7 +27,7 @@ def verify(
     row: int | None = 0
     while row is not None:
         proposals = [(draft.tokens[child], draft.proposal(child)) for child in draft.children[row]]
-        token = picker.choose(scores.logits[row], prefix, proposals)
+        token = picker.choose_after(row, scores, prefix, proposals)
         tokens.append(token)
         prefix.append(token)
         row = None if finished(token) else draft.child(row, token)

@@ -130,8 +130,9 @@ class _Drafter(Drafter):
         for length in range(len(text) - len(verdict.tokens) + 1, len(text) + 1):
             self._read(text[max(0, length - ngram) : length])
         if self.method.recycle:
+            tokens, parents, best = draft.tokens, draft.parents, scores.best
             for row in range(len(draft) - 1, 0, -1):
-                self.pool.add([draft.tokens[draft.parents[row]], draft.tokens[row], scores.best[row]])
+                self.pool.add((tokens[parents[row]], tokens[row], best[row]))
         if not self.tips:
             return
         found = [scores.best[tip] for tip in self.tips]
