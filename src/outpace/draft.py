@@ -148,12 +148,13 @@ def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[float]]:
         tokens, logit = torch.stack([best.indices.double(), best.values.double()]).tolist()  # one transfer
         return [int(token) for token in tokens], logit
     # Torch takes a maximum with all threads, but not its place. So find first the block that the maximum is in.
-    blocks = logits.unflatten(-1, (-1, _block(logits.shape[-1])))  # [rows, blocks, size]
+    size = _block(logits.shape[-1])
+    blocks = logits.reshape(len(logits), -1, size)
     highest = blocks.amax(-1).float().numpy()
     block = highest.argmax(-1)
     rows = np.arange(len(blocks))
     places = blocks[rows, block].float().numpy().argmax(-1)
-    return (block * blocks.shape[-1] + places).tolist(), highest[rows, block].tolist()
+    return (block * size + places).tolist(), highest[rows, block].tolist()
 
 
 @cache

@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from .draft import Draft, Mask, Verdict
+
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 FIRST_CAPACITY = 512
 
@@ -24,14 +28,58 @@ FIRST_CAPACITY = 512
 class Rows:
     """Rows ready to be computed: the token, its position, the slot it writes and the slots it may see."""
 
-    tokens: torch.Tensor  # [rows]
-    positions: torch.Tensor  # [rows]
-    slots: torch.Tensor  # [rows]
-    sees: torch.Tensor  # [rows, used slots] bool
-    slot_positions: torch.Tensor  # [used slots] the position that each slot holds
+    numbers: Numbers  # [3, rows] tokens, positions, slots
+    text: list[int]  # the slots of the text before, in its order: every row sees them
+    among: Mask  # [rows, rows] which of these rows a row sees, itself included
+    held: Numbers  # [used slots] the position that each slot of the pool holds
+    device: torch.device
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.numbers.shape[1]
+
+    @cached_property
+    def _on_device(self) -> torch.Tensor:
+        return torch.from_numpy(self.numbers).to(self.device)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[rows]"""
+        return self._on_device[0]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[rows]"""
+        return self._on_device[1]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[rows]"""
+        return self._on_device[2]
+
+    @cached_property
+    def sees(self) -> torch.Tensor:
+        """[rows, used slots] whether the row may see the slot: for attention with a dense mask."""
+        text = np.zeros(len(self.held), dtype=np.bool_)
+        text[self.text] = True
+        sees = np.tile(text, (len(self), 1))
+        sees[:, self.numbers[2]] = self.among
+        return torch.from_numpy(sees).to(self.device)
+
+    @cached_property
+    def slot_positions(self) -> torch.Tensor:
+        """[used slots] the position that each slot holds."""
+        return torch.from_numpy(self.held).to(self.device)
+
+    def tails(self) -> Numbers:
+        """[rows, rows] the slots that a row sees after the text, in order: for attention by lists. Filled up with 0.
+
+        Row r sees positions `len(text)` to its own there, so it has as many slots as that makes.
+        """
+        row, other = np.nonzero(self.among)
+        first = np.searchsorted(row, np.arange(len(self)))
+        tails = np.zeros(self.among.shape, dtype=np.int64)
+        tails[row, np.arange(len(row)) - first[row]] = self.numbers[2][other]
+        return tails
 
 
 @dataclass
@@ -62,7 +110,7 @@ class Pool:
         self._taken = bytearray(capacity)  # 1 where a slot is taken
         self._free: list[int] = []  # a heap: the lowest go first, so the pool stays dense; may hold taken ones
         self._positions = np.zeros(capacity, dtype=np.int64)
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [1, heads, capacity, head size]
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [1, heads, capacity + 1, head size]
 
     @property
     def bytes(self) -> int:
@@ -160,6 +208,15 @@ class Pool:
         stored[1].index_copy_(2, slots, values)
         return stored[0][:, :, : self.used], stored[1][:, :, : self.used]
 
+    @property
+    def scratch(self) -> int:
+        """A slot that belongs to nobody: rows that only fill up a fixed number of rows write there."""
+        return self.capacity
+
+    def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All keys and values of one layer [1, heads, slots, head size]; None before the first write."""
+        return self._layers.get(layer)
+
     def _grow(self, needed: int) -> None:
         capacity = self.capacity
         while capacity < needed:
@@ -168,7 +225,7 @@ class Pool:
         for layer, stored in self._layers.items():
             new = (_storage(stored[0], capacity), _storage(stored[1], capacity))
             for target, source in zip(new, stored, strict=True):
-                target[:, :, : self.capacity] = source
+                target[:, :, : self.capacity] = source[:, :, : self.capacity]
             larger[layer] = new
         # Only now that nothing can fail: a pool that ran out of memory is as good as before.
         self._layers = larger
@@ -180,22 +237,11 @@ class Pool:
         self, sequence: Sequence, tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask
     ) -> Rows:
         """Rows that see all of the sequence's computed tokens, and `among` themselves what it says."""
-        row = np.array([tokens, positions, slots])
-        self._positions[row[2]] = row[1]
-        text = np.zeros(self.used, dtype=np.bool_)
-        text[sequence.slots] = True
-        sees = np.tile(text, (len(slots), 1))
-        sees[:, row[2]] = among
-        numbers = torch.from_numpy(row).to(self.device)
-        return Rows(
-            tokens=numbers[0],
-            positions=numbers[1],
-            slots=numbers[2],
-            sees=torch.from_numpy(sees).to(self.device),
-            slot_positions=torch.from_numpy(self._positions[: self.used].copy()).to(self.device),
-        )
+        numbers = np.array([tokens, positions, slots])
+        self._positions[numbers[2]] = numbers[1]
+        return Rows(numbers, list(sequence.slots), among, self._positions[: self.used].copy(), self.device)
 
 
 def _storage(like: torch.Tensor, capacity: int) -> torch.Tensor:
     # Zeros, not what lay in memory: a slot that nobody may see still enters the product, and 0 * NaN is NaN.
-    return like.new_zeros((1, like.shape[1], capacity, like.shape[3]))
+    return like.new_zeros((1, like.shape[1], capacity + 1, like.shape[3]))  # the last is scratch

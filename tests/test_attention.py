@@ -1,0 +1,84 @@
+"""Attention by slot lists against the dense mask. The kernels run on a GPU, or anywhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from outpace.draft import Draft, Tree
+from outpace.pool import Pool, Rows
+from outpace.runtime import attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_tree(rows: int, rng: random.Random) -> Draft:
+    parents = [-1, *(rng.randrange(max(0, row - 6), row) for row in range(1, rows))]
+    return Draft(tuple(range(rows)), tuple(parents), rows, ("",) * rows)
+
+
+def placed(length: int, draft: Draft, rng: random.Random) -> tuple[Pool, Rows]:
+    """Rows behind a text of `length` tokens in scattered slots."""
+    pool = Pool(DEVICE, capacity=2 * (length + len(draft)))
+    taken = pool.allocate(pool.capacity)
+    rng.shuffle(taken)
+    pool.free(taken[: length + len(draft)])
+    with pool.sequence(range(length + 1)) as sequence:
+        sequence.slots = taken[length + len(draft) : 2 * length + len(draft)]
+        pool._positions[sequence.slots] = range(length)
+        rows = pool.place(sequence, draft)
+        sequence.slots = []
+    return pool, rows
+
+
+def lists(pool: Pool, rows: Rows, window: int = 0) -> attention.SlotLists:
+    text = torch.zeros(pool.capacity, dtype=torch.long, device=DEVICE)
+    text[: len(rows.text)] = torch.tensor(rows.text, dtype=torch.long)
+    return attention.SlotLists(
+        text=text,
+        length=torch.tensor([len(rows.text)], device=DEVICE),
+        positions=rows.positions,
+        tails=torch.from_numpy(rows.tails()).to(DEVICE),
+        span=pool.capacity,
+        window=window,
+    )
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 200, 300])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 16), (6, 2, 24), (20, 1, 16)])
+def test_lists_see_what_the_mask_shows(length: int, heads: int, key_heads: int, size: int) -> None:
+    rng = random.Random(length)
+    rows_count = rng.choice([1, 5, 11])
+    pool, rows = placed(length, random_tree(rows_count, rng), rng)
+    window = rng.choice([0, 7, 130])
+    softcap = rng.choice([0.0, 5.0])
+    query = torch.randn(1, heads, rows_count, size, device=DEVICE)
+    keys, values = torch.randn(2, 1, key_heads, pool.capacity + 1, size, device=DEVICE)
+    sees = rows.sees
+    if window:
+        sees = sees & (rows.positions[:, None] - rows.slot_positions < window)
+    groups = heads // key_heads
+    used = len(rows.slot_positions)
+    scores = query @ keys[:, :, :used].repeat_interleave(groups, 1).transpose(2, 3) / math.sqrt(size)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    expected = scores.masked_fill(~sees, -math.inf).softmax(-1) @ values[:, :, :used].repeat_interleave(groups, 1)
+    given = lists(pool, rows, window)
+    scaling = 1 / math.sqrt(size)
+    for exact in (False, True):
+        found = torch.ops.outpace.slot_attention(query, keys, values, *given, scaling, softcap, exact)
+        torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tree_of_one_path_is_a_chain() -> None:
+    tree = Tree(1)
+    tree.insert([2, 3], "")
+    _, rows = placed(3, tree.draft(), random.Random(0))
+    assert [row.tolist() for row in rows.tails()] == [
+        [rows.slots[0], 0, 0],
+        [rows.slots[0], rows.slots[1], 0],
+        rows.slots.tolist(),
+    ]
