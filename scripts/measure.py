@@ -165,8 +165,7 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     tokens = len(transformers_generate(prompt))
     seconds["transformers generate"] = (time.perf_counter() - start) / tokens
-    chosen = {name: method for name, method in CLOCK.items() if name.startswith(unit["only"])}
-    for name, method in {"plain": PLAIN, **chosen}.items():
+    for name, method in {"plain": PLAIN, **{name: CLOCK[name] for name in named(CLOCK, unit["only"])}}.items():
         with forward_time() as forwards:
             start = time.perf_counter()
             steps = list(_decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS))
@@ -177,6 +176,11 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     tokens = len(transformers_generate(prompt, prompt_lookup_num_tokens=10))
     seconds["transformers prompt lookup"] = (time.perf_counter() - start) / tokens
     return {**unit, "seconds": seconds, "outside": outside}
+
+
+def named(methods: dict[str, Method], only: str) -> list[str]:
+    """The method of that name, or else those whose names begin so."""
+    return [only] if only in methods else [name for name in methods if name.startswith(only)]
 
 
 def task_of(category: str) -> str:
@@ -290,7 +294,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON lines; finished work in it is not done again")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
     parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
-    parser.add_argument("--only", default="", help="methods whose name begins so, for steps and clock")
+    parser.add_argument("--only", default="", help="a method, or the beginning of some methods' names, for steps and clock")
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
@@ -312,7 +316,7 @@ def main() -> None:
         table = equal_table(run(units, equal_unit, arguments))
     elif arguments.what == "steps":
         questions = spec_bench(arguments.data, arguments.each)
-        chosen = [name for name in STEPS if name.startswith(arguments.only)]
+        chosen = named(STEPS, arguments.only)
         units = [{**question, "method": name} for name in chosen for question in questions]
         table = steps_table(run(units, steps_unit, arguments))
     else:

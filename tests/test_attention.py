@@ -10,7 +10,7 @@ import torch
 
 from outpace.draft import Draft, Tree
 from outpace.pool import Pool, Rows
-from outpace.runtime import attention
+from outpace.models import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -34,15 +34,17 @@ def placed(length: int, draft: Draft, rng: random.Random) -> tuple[Pool, Rows]:
     return pool, rows
 
 
-def lists(pool: Pool, rows: Rows, window: int = 0) -> attention.SlotLists:
+def lists(pool: Pool, rows: Rows, window: int, exact: bool) -> attention.SlotLists:
     text = torch.zeros(pool.capacity, dtype=torch.long, device=DEVICE)
     text[: len(rows.text)] = torch.tensor(rows.text, dtype=torch.long)
     return attention.SlotLists(
         text=text,
         length=torch.tensor([len(rows.text)], device=DEVICE),
         positions=rows.positions,
-        tails=torch.from_numpy(rows.tails()).to(DEVICE),
+        slots=rows.slots,
+        tree=torch.from_numpy(rows.tails() if exact else rows.bits()).to(DEVICE),
         span=pool.capacity,
+        exact=exact,
         window=window,
     )
 
@@ -51,7 +53,7 @@ def lists(pool: Pool, rows: Rows, window: int = 0) -> attention.SlotLists:
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 16), (6, 2, 24), (20, 1, 16)])
 def test_lists_see_what_the_mask_shows(length: int, heads: int, key_heads: int, size: int) -> None:
     rng = random.Random(length)
-    rows_count = rng.choice([1, 5, 11])
+    rows_count = rng.choice([1, 5, 11, 70])
     pool, rows = placed(length, random_tree(rows_count, rng), rng)
     window = rng.choice([0, 7, 130])
     softcap = rng.choice([0.0, 5.0])
@@ -66,10 +68,9 @@ def test_lists_see_what_the_mask_shows(length: int, heads: int, key_heads: int, 
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     expected = scores.masked_fill(~sees, -math.inf).softmax(-1) @ values[:, :, :used].repeat_interleave(groups, 1)
-    given = lists(pool, rows, window)
-    scaling = 1 / math.sqrt(size)
     for exact in (False, True):
-        found = torch.ops.outpace.slot_attention(query, keys, values, *given, scaling, softcap, exact)
+        given = lists(pool, rows, window, exact)
+        found = torch.ops.outpace.slot_attention(query, keys, values, *given, 1 / math.sqrt(size), softcap)
         torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 

@@ -143,18 +143,34 @@ def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     >>> best_tokens(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, float("nan")]]))
     ([1, 2], [2.0, nan])
     """
-    if logits.device.type != "cpu":
-        best = logits.max(-1)
-        tokens, logit = torch.stack([best.indices.double(), best.values.double()]).tolist()  # one transfer
-        return [int(token) for token in tokens], logit
-    # Torch takes a maximum with all threads, but not its place. So find first the block that the maximum is in.
+    return unpack_best(find_best(logits))
+
+
+def find_best(logits: torch.Tensor) -> torch.Tensor:
+    """What `best_tokens` says, as one tensor [2, rows]: from a device it comes in one transfer.
+
+    Many threads take a maximum together, but one thread alone looks for its place. So find first the block that it is in.
+    """
     size = _block(logits.shape[-1])
     blocks = logits.reshape(len(logits), -1, size)
-    highest = blocks.amax(-1).float().numpy()
-    block = highest.argmax(-1)
-    rows = np.arange(len(blocks))
-    places = blocks[rows, block].float().numpy().argmax(-1)
-    return (block * size + places).tolist(), highest[rows, block].tolist()
+    highest, block = _max(blocks.amax(-1))
+    _, place = _max(blocks.gather(1, block[:, None, None].expand(-1, 1, size))[:, 0])
+    return torch.stack([(block * size + place).double(), highest.double()])
+
+
+def unpack_best(found: torch.Tensor) -> tuple[list[int], list[float]]:
+    """What `find_best` found, as numbers here."""
+    tokens, logits = found.tolist()
+    return [int(token) for token in tokens], logits
+
+
+def _max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest value of each row and its first place; NaN counts as highest."""
+    if values.device.type != "cpu":
+        best = values.max(-1)
+        return best.values, best.indices
+    place = torch.from_numpy(values.float().numpy().argmax(-1))  # six times as quick as torch's own
+    return values.gather(1, place[:, None])[:, 0], place
 
 
 @cache
@@ -169,10 +185,11 @@ class Scores:
 
     logits: torch.Tensor  # [rows, vocabulary]
     hidden: torch.Tensor  # [rows, width] after the last layer, before the final norm
+    found: torch.Tensor | None = None  # [2, rows] what `find_best` says, where the runtime has asked already
 
     @cached_property
     def _highest(self) -> tuple[list[int], list[float]]:
-        return best_tokens(self.logits)
+        return best_tokens(self.logits) if self.found is None else unpack_best(self.found)
 
     @property
     def best(self) -> list[int]:

@@ -7,6 +7,8 @@ OutpaceError
 │   └── UnsupportedModel  the architecture cannot do what a method needs
 ├── FetchError            the embedded model could not be fetched or is broken on disk
 └── InvalidLogits         the model returned NaN, or a processor left no token to choose
+
+OutpaceWarning is the one warning: what was asked for works, but not as fast as it could.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ class UnsupportedModel(ModelError):
 
 class FetchError(OutpaceError):
     """The embedded model could not be fetched, checked or converted."""
+
+
+class OutpaceWarning(UserWarning):
+    """Something works, but not as fast as it was asked to."""
 
 
 class InvalidLogits(OutpaceError):

@@ -70,15 +70,23 @@ class Rows:
         """[used slots] the position that each slot holds."""
         return torch.from_numpy(self.held).to(self.device)
 
+    def bits(self) -> Numbers:
+        """[rows, rows / 64] `among` as bits: bit k of word w says whether the row sees row 64 w + k."""
+        count = len(self)
+        padded = np.zeros((count, -(-count // 64) * 64), dtype=np.bool_)
+        padded[:, :count] = self.among
+        packed: Numbers = np.packbits(padded, axis=1, bitorder="little").view(np.int64)
+        return packed
+
     def tails(self) -> Numbers:
-        """[rows, rows] the slots that a row sees after the text, in order: for attention by lists. Filled up with 0.
+        """[rows, deepest] the slots that a row sees after the text, in order. Filled up with 0.
 
         Row r sees positions `len(text)` to its own there, so it has as many slots as that makes.
         """
         row, other = np.nonzero(self.among)
-        first = np.searchsorted(row, np.arange(len(self)))
-        tails = np.zeros(self.among.shape, dtype=np.int64)
-        tails[row, np.arange(len(row)) - first[row]] = self.numbers[2][other]
+        place = np.arange(len(row)) - np.searchsorted(row, np.arange(len(self)))[row]
+        tails = np.zeros((len(self), place.max() + 1), dtype=np.int64)
+        tails[row, place] = self.numbers[2][other]
         return tails
 
 
@@ -89,6 +97,7 @@ class Sequence:
     tokens: list[int]
     slots: list[int] = field(default_factory=list)  # slots[i] holds tokens[i]
     drafted: list[int] = field(default_factory=list)  # slots of rows that await the verdict
+    stable: int = 0  # so many first slots have not changed since a runtime set this
 
     @property
     def position(self) -> int:
@@ -195,6 +204,7 @@ class Pool:
             common += 1
         self.free(sequence.slots[common:])
         del sequence.slots[common:]
+        sequence.stable = min(sequence.stable, common)
         sequence.tokens[:] = text
 
     def write(

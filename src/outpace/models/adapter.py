@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..pool import Pool, Rows
+from .attention import SlotLists
 
 
 class Output(NamedTuple):
@@ -14,6 +16,20 @@ class Output(NamedTuple):
 
     logits: torch.Tensor  # [asked rows, vocabulary]
     hidden: torch.Tensor  # [rows, width] where the last layer that ran left them
+
+
+@dataclass(frozen=True)
+class FixedRows:
+    """Rows whose tensors stay in place from step to step, so that a CUDA graph may be captured on them."""
+
+    tokens: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    slots: torch.Tensor  # [rows]
+    lists: SlotLists  # what they see
+    compiled: bool  # whether layers are run compiled
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 class Model(Protocol):
@@ -26,6 +42,7 @@ class Model(Protocol):
     branches: bool  # False: rows must form one chain
     chunk: int  # most rows of text that one forward should take
     device: torch.device
+    lists: bool  # whether it computes FixedRows
 
     def room(self, position: int) -> int:
         """How many positions beyond `position` a draft may reach."""
@@ -34,7 +51,7 @@ class Model(Protocol):
     def forward(
         self,
         pool: Pool,
-        rows: Rows,
+        rows: Rows | FixedRows,
         logits: int,
         start: int = 0,
         stop: int | None = None,

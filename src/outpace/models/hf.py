@@ -21,7 +21,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from ..draft import Draft, Tree, chain
 from ..errors import UnsupportedModel
 from ..pool import Pool, Rows
-from .adapter import Output
+from .adapter import FixedRows, Output
+from .attention import SlotLists
+from .fusing import Fusion
 
 ATTENTION = "outpace"  # the name under which `attend` is known to transformers
 CHUNK = 512
@@ -50,7 +52,9 @@ class HFModel:
         self._own_attention = bool(getattr(model, "_supports_attention_backend", False))
         self._mirror = _Mirror(ATTENTION if self._own_attention else _dense_attention(model)).of(model)
         self._control = _Control(self.layers)
+        self._fusion = Fusion()
         self._layer_types = _layer_types(config)
+        self._kinds = set(self._layer_types)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
         self._windows[CHUNKED] = getattr(config, "attention_chunk_size", None)
         self._install_gates()
@@ -58,8 +62,30 @@ class HFModel:
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         self.branches = self._takes_positions and not _counts_slots(config)
+        self.lists = self._own_attention and self.branches and CHUNKED not in self._kinds
         if check:
             self._check()
+
+    def look_ahead(self) -> None:
+        """From now on attention fetches the weights that come after it, while memory is idle."""
+        for gate in self._gates:
+            gate.ahead = _after_attention(gate.layer)
+
+    def compile_layers(self) -> None:
+        """From now on fixed rows may ask for compiled layers. Layers of one kind share what is compiled."""
+        for gate in self._gates:
+            gate.compile()
+
+    def fuse(self) -> int:
+        """Join the weights of products that read the same input; says how many products that saves.
+
+        The model's own weights become views of the joined ones: same values, no second copy. `unfuse` undoes it.
+        """
+        return self._fusion.fuse(self._mirror)
+
+    def unfuse(self) -> None:
+        """Give the model's weights memory of their own again."""
+        self._fusion.undo()
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
@@ -72,7 +98,7 @@ class HFModel:
     def forward(
         self,
         pool: Pool,
-        rows: Rows,
+        rows: Rows | FixedRows,
         logits: int,
         start: int = 0,
         stop: int | None = None,
@@ -82,16 +108,21 @@ class HFModel:
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop
         control.hidden = None if hidden is None else hidden[None]
+        control.cache = _FixedCache(pool, rows) if isinstance(rows, FixedRows) else _PoolCache(pool, rows)
+        control.compiled = isinstance(rows, FixedRows) and rows.compiled
         arguments: dict[str, Any] = {
             "input_ids": rows.tokens[None],
-            "past_key_values": _PoolCache(pool, rows),
+            "past_key_values": control.cache,
             "use_cache": True,
         }
         if self._takes_positions:
             arguments["position_ids"] = rows.positions[None]
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = torch.arange(count - logits, count, device=self.device)
-        if self.branches:
+        if isinstance(rows, FixedRows):
+            control.masks = {kind: rows.lists._replace(window=self._windows.get(kind) or 0) for kind in self._kinds}
+            arguments["attention_mask"] = rows.tokens[None, None, None]  # four dimensions: passed on as it is
+        elif self.branches:
             control.masks = self._masks(rows)
             arguments["attention_mask"] = next(iter(control.masks.values()))
         else:
@@ -107,7 +138,7 @@ class HFModel:
     def _masks(self, rows: Rows) -> dict[str, torch.Tensor]:
         """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
         masks = {}
-        for kind in set(self._layer_types):
+        for kind in self._kinds:
             sees = rows.sees
             size = self._windows.get(kind)
             if kind == SLIDING and size:
@@ -128,6 +159,7 @@ class HFModel:
                     for index, (layer, kind) in enumerate(zip(child, self._layer_types, strict=True))
                 ]
                 decoder._modules[name] = nn.ModuleList(gates)
+                self._gates = gates
                 return
         raise UnsupportedModel(
             f"{type(self._mirror).__name__} keeps its {self.layers} layers in no list that Outpace can find."
@@ -178,7 +210,7 @@ def attend(
     query: torch.Tensor,  # [1, heads, rows, size]
     key: torch.Tensor,  # [1, kv heads, slots, size]
     value: torch.Tensor,
-    attention_mask: torch.Tensor,  # [1, 1, rows, slots] bool
+    attention_mask: torch.Tensor | SlotLists,  # [1, 1, rows, slots] bool, or what rows see as lists
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [heads] attention sinks
@@ -188,6 +220,12 @@ def attend(
     """Attention of rows over the slots that each may see: the oracle for every faster kernel."""
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
+    if isinstance(attention_mask, SlotLists):
+        if s_aux is not None:
+            raise UnsupportedModel(f"{type(module).__name__} has attention sinks, which slot lists do not know.")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mixed = torch.ops.outpace.slot_attention(query, key, value, *attention_mask, scale, softcap or 0.0)
+        return mixed, None
     groups = query.shape[1] // key.shape[1]
     if softcap is None and s_aux is None:
         mixed = F.scaled_dot_product_attention(
@@ -242,7 +280,9 @@ class _Control:
     def clear(self) -> None:
         self.start = self.stop = 0
         self.hidden: torch.Tensor | None = None
-        self.masks: dict[str, torch.Tensor] = {}
+        self.masks: dict[str, torch.Tensor | SlotLists] = {}
+        self.cache: _PoolCache | _FixedCache | None = None
+        self.compiled = False
 
 
 class _Gate(nn.Module):
@@ -255,8 +295,14 @@ class _Gate(nn.Module):
         self.kind = kind
         self.control = control
         self.returns_tuple = False
+        self.run_compiled: Any = None
+        self.ahead: list[torch.Tensor] = []  # weights that are needed right after attention
         names = list(inspect.signature(layer.forward).parameters)
         self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
+
+    def compile(self) -> None:
+        # Dynamic, so that one compilation serves all numbers of rows.
+        self.run_compiled = torch.compile(self.layer, dynamic=True)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -271,11 +317,15 @@ class _Gate(nn.Module):
         output: Any = (hidden,) if self.returns_tuple else hidden
         if control.start <= self.index < control.stop:
             mask = control.masks.get(self.kind)
+            if isinstance(mask, SlotLists):
+                mask = mask._replace(ahead=self.ahead)
             if mask is not None and len(args) > self.mask_place:
                 args = (*args[: self.mask_place], mask, *args[self.mask_place + 1 :])
             elif mask is not None:
                 kwargs["attention_mask"] = mask
-            output = self.layer(hidden, *args, **kwargs)
+            if control.cache is not None:
+                control.cache.enter(self.index)
+            output = (self.run_compiled if control.compiled else self.layer)(hidden, *args, **kwargs)
             self.returns_tuple = isinstance(output, tuple)
             hidden = output[0] if self.returns_tuple else output
         if self.index == control.last:
@@ -291,11 +341,16 @@ class _PoolCache:
     def __init__(self, pool: Pool, rows: Rows) -> None:
         self._pool = pool
         self._rows = rows
+        self._layer = 0
+
+    def enter(self, layer: int) -> None:
+        """The next `update` is of this layer."""
+        self._layer = layer
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pool.write(layer_idx, self._rows.slots, key_states, value_states)
+        return self._pool.write(self._layer, self._rows.slots, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._pool.used - len(self._rows)
@@ -309,6 +364,49 @@ class _PoolCache:
     @property
     def is_sliding(self) -> list[bool]:
         return [False]  # the pool keeps every position; windows are the masks' business
+
+
+class _FixedCache(_PoolCache):
+    """The same for rows in fixed places: attention sees the whole pool, and nothing here depends on the step."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, pool: Pool, rows: FixedRows) -> None:
+        self._pool = pool
+        self.slots = rows.slots
+
+    def enter(self, layer: int) -> None:
+        stored = self._pool.stored(layer)
+        if stored is None:
+            raise AssertionError("fixed rows need a pool that has been written to")
+        self.keys, self.values = stored
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self._pool.capacity, 0
+
+
+def _after_attention(layer: nn.Module) -> list[torch.Tensor]:
+    """The weights of an attention module's output, then those of the first product after it, where names are known."""
+    found = []
+    for names in (("self_attn", "o_proj"), ("mlp", "gate_proj")):
+        module: Any = layer
+        for name in names:
+            module = module and module._modules.get(name)
+        weight = module.joined.weight if hasattr(module, "joined") else getattr(module, "weight", None)
+        if weight is not None and weight.is_cuda:
+            found.append(weight)
+    return found
 
 
 def _refuse_what_cannot_work(model: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..pool import Pool, Rows
-from .adapter import Output
+from .adapter import FixedRows, Output
 
 
 class Bigram:
@@ -19,6 +19,7 @@ class Bigram:
 
     layers = 1
     branches = True
+    lists = False
     chunk = 512
     device = torch.device("cpu")
 
@@ -34,7 +35,7 @@ class Bigram:
     def forward(
         self,
         pool: Pool,
-        rows: Rows,
+        rows: Rows | FixedRows,
         logits: int,
         start: int = 0,
         stop: int | None = None,

@@ -19,12 +19,19 @@ class Engine:
         return self if self.model.branches else Engine(self.model)
 
     def score(self, sequence: Sequence, draft: Draft) -> Scores:
-        """Compute the draft's rows, and before them whatever text of the sequence is not computed yet."""
+        """Compute the draft's rows, and before them whatever text of the sequence is not computed yet.
+
+        The scores are good until the next call.
+        """
         if not (draft.is_chain or self.model.branches):
             raise AssertionError("a branching draft reached a model that takes chains only")
-        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > self.model.chunk:
-            rows = self.pool.place_text(sequence, min(behind, self.model.chunk))
-            self.model.forward(self.pool, rows, logits=0)
+        self._read(sequence, leave=self.model.chunk)
         rows = self.pool.place(sequence, draft)
         output = self.model.forward(self.pool, rows, logits=len(draft))
         return Scores(output.logits, output.hidden[-len(draft) :])
+
+    def _read(self, sequence: Sequence, leave: int) -> None:
+        """Compute text before the last token, in chunks, until at most `leave` tokens of it are not computed."""
+        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > leave:
+            rows = self.pool.place_text(sequence, min(behind, self.model.chunk))
+            self.model.forward(self.pool, rows, logits=0)
