@@ -50,7 +50,7 @@ def comb(root: int, rows: int) -> Draft:
 
 def replay_time(engine: GraphEngine, rows: int, length: int, repeats: int = 20) -> float:
     """Median milliseconds of a graph's replay."""
-    graph = engine._graph(rows, length)
+    graph = engine._graph(next(size for size in engine.sizes if size >= rows), length)
     times = []
     for _ in range(repeats):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -83,7 +83,7 @@ def step_times(engine: GraphEngine, rows: tuple[int, ...], lengths: tuple[int, .
 
 
 def profile(engine: GraphEngine, rows: int, length: int) -> None:
-    graph = engine._graph(rows, length)
+    graph = engine._graph(next(size for size in engine.sizes if size >= rows), length)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         graph._graph.replay()
         torch.cuda.synchronize()

@@ -14,7 +14,10 @@ from outpace.pool import Pool, Rows, Sequence
 def mark(pool: Pool, rows: Rows, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Write to each slot a key and a value that tell its position and token."""
     keys = torch.stack([rows.positions, rows.tokens], -1)[None, None].float()
-    return pool.write(layer, rows.slots, keys, -keys)
+    stored = pool.stored(layer) or pool.store(layer, keys, -keys)
+    stored[0].index_copy_(2, rows.slots, keys)
+    stored[1].index_copy_(2, rows.slots, -keys)
+    return stored[0][:, :, : pool.used], stored[1][:, :, : pool.used]
 
 
 def random_tree(data: Any, root: int) -> Draft:

@@ -18,7 +18,7 @@ from .models.adapter import Model
 from .models.hf import HFModel
 from .models.loading import load as load_model
 from .picking import Sampling
-from .runtime.plain import Engine
+from .runtime.choose import engine_for
 from .text import Ending, TextStream
 
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
@@ -106,14 +106,21 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, method: str | Method | None = None, **settings: object
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        method: str | Method | None = None,
+        *,
+        runtime: str = "auto",
+        exact: bool = False,
+        **settings: object,
     ) -> None:
         if not (hasattr(model, "config") or hasattr(model, "vocabulary")):
             raise InputError(
                 f"{type(model).__name__} is no model: give a loaded transformers model, or use outpace.load."
             )
         adapted: Model = HFModel(model) if hasattr(model, "config") else model
-        self.engine = Engine(adapted)
+        self.engine = engine_for(adapted, runtime, exact)
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
         self.method = self.prepare(method or default_method(cpu=self._cpu), **settings)
@@ -249,18 +256,21 @@ def load(
     method: str | Method | None = None,
     dtype: str | None = None,
     device: str | None = None,
+    runtime: str = "auto",
+    exact: bool = False,
     **settings: object,
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
 
-    Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup.
+    Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup. `runtime` says how steps are executed
+    (`outpace.RUNTIMES`). `exact` (CUDA) makes the text's logits the same, bit for bit, with every method.
     """
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
     elif dtype is not None or device is not None:
         raise InputError("dtype and device are for models loaded by name; move a loaded model with model.to(...).")
-    return Decoder(model, tokenizer, method, **settings)
+    return Decoder(model, tokenizer, method, runtime=runtime, exact=exact, **settings)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:

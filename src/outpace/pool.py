@@ -108,7 +108,7 @@ class Sequence:
 class Pool:
     """KV storage in slots, shared by any number of sequences.
 
-    Storage is made at the first write, when the shapes are known, and doubles when slots run out.
+    Storage is made by the first forward, when the shapes are known, and doubles when slots run out.
     """
 
     def __init__(self, device: torch.device | str = "cpu", capacity: int = FIRST_CAPACITY) -> None:
@@ -207,25 +207,19 @@ class Pool:
         sequence.stable = min(sequence.stable, common)
         sequence.tokens[:] = text
 
-    def write(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store rows' keys and values at one layer; return all that the pool holds there."""
-        stored = self._layers.get(layer)
-        if stored is None:
-            stored = self._layers[layer] = (_storage(keys, self.capacity), _storage(values, self.capacity))
-        stored[0].index_copy_(2, slots, keys)
-        stored[1].index_copy_(2, slots, values)
-        return stored[0][:, :, : self.used], stored[1][:, :, : self.used]
-
     @property
     def scratch(self) -> int:
         """A slot that belongs to nobody: rows that only fill up a fixed number of rows write there."""
         return self.capacity
 
     def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """All keys and values of one layer [1, heads, slots, head size]; None before the first write."""
+        """All keys and values of one layer [1, heads, slots, head size]; None before `store`."""
         return self._layers.get(layer)
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make room for one layer's keys and values, of the kind of these."""
+        self._layers[layer] = (_storage(keys, self.capacity), _storage(values, self.capacity))
+        return self._layers[layer]
 
     def _grow(self, needed: int) -> None:
         capacity = self.capacity

@@ -26,7 +26,6 @@ class FixedRows:
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]
     lists: SlotLists  # what they see
-    compiled: bool  # whether layers are run compiled
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -38,6 +37,8 @@ class Model(Protocol):
     name: str
     vocabulary: int
     layers: int
+    width: int  # of hidden states
+    dtype: torch.dtype
     context: int  # positions it was made for
     branches: bool  # False: rows must form one chain
     chunk: int  # most rows of text that one forward should take
@@ -56,8 +57,9 @@ class Model(Protocol):
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
+        compiled: bool = False,
     ) -> Output:
-        """Run layers `start` to `stop` (not included; None: to the end) on the rows.
+        """Run layers `start` to `stop` (not included; None: to the end) on the rows, compiled where they can be.
 
         From the middle, `hidden` [rows, width] says where layer `start - 1` left them. `logits` asks for the
         last so many rows' logits; they mean something only when the last layer has run.

@@ -10,8 +10,6 @@ positions, in blocks with borders at fixed positions, whatever slots they lie in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +32,6 @@ class SlotLists(NamedTuple):
     span: int  # the text may grow to this length: as many programs are started
     exact: bool = False  # a row's bits are the same in any tree; `tree` [rows, depth] then lists slots from `length` on
     window: int = 0  # how many positions back a row sees; 0: all
-    ahead: Sequence[torch.Tensor] = ()  # weights that are needed next: fetched while attention leaves memory idle
 
 
 class Shape(NamedTuple):
@@ -48,14 +45,18 @@ class Shape(NamedTuple):
 BLOCK = 64  # keys at a time
 HEADS = 16  # the most query heads of one key head in a tile
 CHUNK = 16  # splits that are merged at a time
-EXACT = Shape(16, 4, 256)  # the tile of `_finish`, so that both compute a row alike
 
 
-def shape_for(rows: int) -> Shape:
-    """A division of work that is quick for so many rows."""
+def shape_for(rows: int, span: int, exact: bool) -> Shape:
+    """A division of work that is quick for so many rows and a text up to `span`: about twenty splits of it.
+
+    In exact mode bits depend on it, so it depends on nothing but the number of rows, which is constant there.
+    """
+    if exact:
+        return Shape(64 if rows >= 16 else 16, 4, 256)
     if rows <= 4:
-        return Shape(16, 4, 64)
-    return Shape(32, 4, 128) if rows <= 8 else Shape(64, 4, 128 if rows <= 64 else 256)
+        return Shape(16, 4, max(64, span // 16))
+    return Shape(64 if rows > 8 else 32, 4, max(128 if rows <= 64 else 256, span // 16))
 
 
 @torch.library.custom_op("outpace::slot_attention", mutates_args=())
@@ -71,7 +72,6 @@ def slot_attention(
     span: int,
     exact: bool,
     window: int,
-    ahead: Sequence[torch.Tensor],
     scaling: float,
     softcap: float,
 ) -> torch.Tensor:
@@ -79,8 +79,6 @@ def slot_attention(
     lists = SlotLists(text, length, positions, slots, tree, span, exact, window)
     if query.device.type != "cuda" and not _interpreted():
         return _dense(query, keys, values, lists, scaling, softcap)
-    if ahead:
-        _prefetch(ahead)
     return _launch(query, keys, values, lists, scaling, softcap)
 
 
@@ -129,7 +127,7 @@ def _launch(
     groups = heads // keys.shape[1]
     group = min(groups, HEADS)  # query heads in a tile
     units = keys.shape[1] * triton.cdiv(groups, group)  # groups of query heads that share keys
-    shape = EXACT if lists.exact else shape_for(rows)
+    shape = shape_for(rows, lists.span, lists.exact)
     text_splits = triton.cdiv(lists.span, shape.split)
     splits = text_splits + (0 if lists.exact else triton.cdiv(rows, shape.split))
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
@@ -180,40 +178,9 @@ def _launch(
 
 
 LOG2_E = 1.4426950408889634
-LINE = 128  # bytes of memory that come together
-FETCH = 48 << 20  # bytes that the cache may hold ahead
-
-
-def _prefetch(weights: Sequence[torch.Tensor]) -> None:
-    """Bring weights into the GPU's cache beside what the current stream does. `joined` waits for it."""
-    side = side_stream(weights[0].device)
-    side.wait_stream(torch.cuda.current_stream(weights[0].device))
-    left = FETCH
-    with torch.cuda.stream(side):
-        for weight in weights:
-            lines = min(weight.nbytes, left) // LINE
-            left -= lines * LINE
-            if lines:
-                _fetch[(triton.cdiv(lines, 4096),)](weight, lines, STEP=LINE // weight.element_size(), num_warps=8)
-
-
-@cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that weights are fetched on. A capture must wait for it before it ends."""
-    return torch.cuda.Stream(device)
 
 
 if triton is not None:
-
-    @triton.jit
-    def _fetch(weight, lines, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Ask for 4096 lines of memory, and wait for none."""
-        for part in range(0, 4096, 256):
-            line = tl.program_id(0) * 4096 + part + tl.arange(0, 256)
-            address = weight + tl.where(line < lines, line, 0).to(tl.int64) * STEP
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-            )
 
     @triton.jit
     def _scores(query, key, factor, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]

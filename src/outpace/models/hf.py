@@ -43,6 +43,7 @@ class HFModel:
         self.name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         self.vocabulary: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
+        self.width: int = config.hidden_size
         self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
@@ -62,14 +63,9 @@ class HFModel:
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         self.branches = self._takes_positions and not _counts_slots(config)
-        self.lists = self._own_attention and self.branches and CHUNKED not in self._kinds
+        self.lists = self._own_attention and self.branches and _takes_lists(model, self._kinds)
         if check:
             self._check()
-
-    def look_ahead(self) -> None:
-        """From now on attention fetches the weights that come after it, while memory is idle."""
-        for gate in self._gates:
-            gate.ahead = _after_attention(gate.layer)
 
     def compile_layers(self) -> None:
         """From now on fixed rows may ask for compiled layers. Layers of one kind share what is compiled."""
@@ -103,13 +99,14 @@ class HFModel:
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
+        compiled: bool = False,
     ) -> Output:
         count = len(rows)
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop
         control.hidden = None if hidden is None else hidden[None]
         control.cache = _FixedCache(pool, rows) if isinstance(rows, FixedRows) else _PoolCache(pool, rows)
-        control.compiled = isinstance(rows, FixedRows) and rows.compiled
+        control.compiled = compiled and pool.stored(start) is not None  # the first forward makes the storage
         arguments: dict[str, Any] = {
             "input_ids": rows.tokens[None],
             "past_key_values": control.cache,
@@ -197,7 +194,10 @@ class HFModel:
                 while chunk and (behind := len(text) - 1 - len(sequence.slots)):
                     count = min(chunk, behind)
                     self.forward(pool, pool.place_text(sequence, count), logits=0)
-                return self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
+                logits = self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
+                keys, values = pool.stored(0) or (logits, logits)
+                self.lists = self.lists and keys.shape == values.shape
+                return logits
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -296,7 +296,6 @@ class _Gate(nn.Module):
         self.control = control
         self.returns_tuple = False
         self.run_compiled: Any = None
-        self.ahead: list[torch.Tensor] = []  # weights that are needed right after attention
         names = list(inspect.signature(layer.forward).parameters)
         self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
 
@@ -317,8 +316,6 @@ class _Gate(nn.Module):
         output: Any = (hidden,) if self.returns_tuple else hidden
         if control.start <= self.index < control.stop:
             mask = control.masks.get(self.kind)
-            if isinstance(mask, SlotLists):
-                mask = mask._replace(ahead=self.ahead)
             if mask is not None and len(args) > self.mask_place:
                 args = (*args[: self.mask_place], mask, *args[self.mask_place + 1 :])
             elif mask is not None:
@@ -338,28 +335,36 @@ class _PoolCache:
 
     is_compileable = False
 
-    def __init__(self, pool: Pool, rows: Rows) -> None:
+    def __init__(self, pool: Pool, rows: Rows | FixedRows) -> None:
         self._pool = pool
-        self._rows = rows
-        self._layer = 0
+        self.slots = rows.slots
+        self.seen = pool.used  # slots from here on hold nothing
+        self.before = pool.used - len(rows)
 
     def enter(self, layer: int) -> None:
         """The next `update` is of this layer."""
-        self._layer = layer
+        self.layer = layer
+        self.stored = self._pool.stored(layer)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pool.write(self._layer, self._rows.slots, key_states, value_states)
+        stored = self.stored
+        if stored is None:
+            stored = self._pool.store(self.layer, key_states, value_states)
+        keys, values = stored
+        keys.index_copy_(2, self.slots, key_states)
+        values.index_copy_(2, self.slots, value_states)
+        return keys[:, :, : self.seen], values[:, :, : self.seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._pool.used - len(self._rows)
+        return self.before
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
+        return self.before
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-        return self._pool.used, 0
+        return self.seen, 0
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -367,46 +372,12 @@ class _PoolCache:
 
 
 class _FixedCache(_PoolCache):
-    """The same for rows in fixed places: attention sees the whole pool, and nothing here depends on the step."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
+    """The same for rows in fixed places: attention sees the whole pool, so nothing here depends on the step."""
 
     def __init__(self, pool: Pool, rows: FixedRows) -> None:
-        self._pool = pool
-        self.slots = rows.slots
-
-    def enter(self, layer: int) -> None:
-        stored = self._pool.stored(layer)
-        if stored is None:
-            raise AssertionError("fixed rows need a pool that has been written to")
-        self.keys, self.values = stored
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys.index_copy_(2, self.slots, key_states)
-        self.values.index_copy_(2, self.slots, value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-        return self._pool.capacity, 0
-
-
-def _after_attention(layer: nn.Module) -> list[torch.Tensor]:
-    """The weights of an attention module's output, then those of the first product after it, where names are known."""
-    found = []
-    for names in (("self_attn", "o_proj"), ("mlp", "gate_proj")):
-        module: Any = layer
-        for name in names:
-            module = module and module._modules.get(name)
-        weight = module.joined.weight if hasattr(module, "joined") else getattr(module, "weight", None)
-        if weight is not None and weight.is_cuda:
-            found.append(weight)
-    return found
+        super().__init__(pool, rows)
+        self.seen = pool.capacity + 1
+        self.before = 0
 
 
 def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
@@ -428,6 +399,13 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{kind} has no output head; load the model with AutoModelForCausalLM.")
+
+
+def _takes_lists(model: PreTrainedModel, kinds: set[str]) -> bool:
+    """Whether attention by slot lists computes what these layers compute."""
+    sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    known = model.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return known and not sinks and CHUNKED not in kinds
 
 
 def _counts_slots(config: Any) -> bool:

@@ -18,6 +18,8 @@ class Bigram:
     """
 
     layers = 1
+    width = 1
+    dtype = torch.float32
     branches = True
     lists = False
     chunk = 512
@@ -40,6 +42,7 @@ class Bigram:
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
+        compiled: bool = False,
     ) -> Output:
         tokens = rows.tokens
         return Output(self.table[tokens[len(tokens) - logits :]], torch.zeros(len(tokens), 1))

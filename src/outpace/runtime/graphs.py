@@ -3,133 +3,248 @@
 Launching a step's thousand kernels from Python takes several times as long as the kernels. A graph launches them at once.
 It computes a fixed number of rows (a few sizes are kept; what is missing is filled up with rows that nobody sees) over a
 text up to a fixed length. All that a step needs goes over in one copy, and the best token of each row comes back in one.
+
+In exact mode there is one size. A row then has the same bits whatever rows are beside it, so that the logits of an
+accepted guess are bit for bit those of plain decoding in the same mode.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..draft import Draft, Scores, find_best
+from ..draft import Draft, Scores, Verdict, chain, find_best
 from ..errors import InputError, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
-from ..models.attention import SlotLists, side_stream
-from ..pool import Pool, Rows, Sequence
+from ..models.attention import SlotLists
+from ..pool import Numbers, Pool, Rows, Sequence
 from .plain import Engine
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
+READING = 256  # rows of text at a time, in exact mode
+WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
-WIDTH = 128  # how many tokens ahead a draft may reach in exact mode
 
 
 class GraphEngine(Engine):
     """An engine that replays graphs where it can, and says so where it cannot."""
 
+    name = "graphs"
+
     def __init__(self, model: Any, compiled: bool = True, exact_rows: int = 0, capacity: int = 4096) -> None:
         super().__init__(model)
         self.pool = Pool(model.device, capacity=capacity)
-        self.sizes = (exact_rows,) if exact_rows else SIZES
         self.exact = exact_rows > 0
-        self.compiled = compiled
+        self.sizes = [exact_rows] if self.exact else [*SIZES]
+        self._compile = compiled
         if compiled:
             model.compile_layers()
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        if self.exact:
+            self.name = f"exact, {exact_rows} rows"
+        self._graphs: dict[tuple[int, int, tuple[int, int]], _Graph] = {}  # by rows, length of text, layers
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
-        self._text = torch.zeros(0, dtype=torch.long)
-        self._reader: Sequence | None = None  # whose slots `_text` holds
+        self._text = torch.zeros(0, dtype=torch.long)  # on the device: the slots of one sequence
+        self._reader: Sequence | None = None  # whose
 
     def score(self, sequence: Sequence, draft: Draft) -> Scores:
         self._read(sequence, leave=0)
         rows = self.pool.place(sequence, draft)
-        if self.pool.stored(0) is None:
-            self.model.forward(self.pool, rows, logits=0)  # makes the storage
-        if len(rows) > self.sizes[-1] and not self.exact:
-            output = self.model.forward(self.pool, rows, logits=len(rows))
-            return Scores(output.logits, output.hidden)
+        self._make_storage(rows)
         self._update_text(sequence, rows)
-        if not self.exact:
-            return self._replay(rows.numbers, rows.bits(), len(rows.text))
+        if self.exact:
+            return self._score_exactly(rows)
+        return self._replay(rows.numbers, rows.bits, len(rows.text)) or self._score_plainly(rows)
+
+    def climb(
+        self,
+        sequence: Sequence,
+        rows: Rows,
+        logits: int,
+        start: int = 0,
+        stop: int | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> Output:
+        """The output is good until the next call. Logits are there when the last layer has run."""
+        self._make_storage(rows)
+        self._update_text(sequence, rows)
+        count, past = len(rows), len(rows.text)
+        size = next((size for size in self.sizes if size >= count), None)
+        if size is None:
+            return self.model.forward(self.pool, rows, logits, start, stop, hidden)
+        graph = self._graph(size, past, (start, self.model.layers if stop is None else stop))
+        if hidden is not None:
+            graph.hidden[:count] = hidden
+        scores = graph.run(rows.numbers, rows.tails() if self.exact else rows.bits(), past)
+        return Output(scores.logits[len(scores.logits) - logits :], scores.hidden)
+
+    def _score_plainly(self, rows: Rows) -> Scores:
+        output = self.model.forward(self.pool, rows, logits=len(rows))
+        return Scores(output.logits, output.hidden)
+
+    def _score_exactly(self, rows: Rows) -> Scores:
+        """In parts, where there are more rows than the graph takes. A row's ancestors are never in a later part."""
         tails = rows.tails()
         if tails.shape[1] > WIDTH:
             raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        # More rows than the graph takes go through it in parts. A row's ancestors are never in a later part.
-        step = self.sizes[0]
+        size = self.sizes[0]
         parts: list[Scores] = []
-        for start in range(0, len(rows), step):
+        for start in range(0, len(rows), size):
             parts = [*parts[:-1], *map(_copy, parts[-1:])]
-            parts.append(self._replay(rows.numbers[:, start : start + step], tails[start : start + step], len(rows.text)))
+            graph = self._graph(size, len(rows.text))
+            parts.append(graph.run(rows.numbers[:, start : start + size], tails[start : start + size], len(rows.text)))
         return parts[0] if len(parts) == 1 else _join(parts)
 
-    def _replay(self, numbers: Any, tree: Any, past: int) -> Scores:
-        count = numbers.shape[1]
-        graph = self._graph(count, past)
-        graph.run(numbers, tree, past)
-        return Scores(graph.output.logits[:count], graph.output.hidden[:count], graph.found[:, :count])
+    def is_exact(self) -> bool:
+        """Whether the rows of a tree have the bits that they have one by one, tried on this model and device."""
+        text = [token % self.model.vocabulary for token in range(7, 7 + 3 * 41, 3)]
+        answer = [token % self.model.vocabulary for token in (11, 5, 29, 17)]
+        rows = min(3 * len(answer), self.sizes[0])
+        parents, path = [-1], [0]
+        for row in range(1, rows):  # every second row goes on with the answer, while it lasts
+            on_path = row % 2 == 0 and len(path) < len(answer)
+            parents.append(path[-1] if on_path else row - 1)
+            path += [row] if on_path else []
+        tokens = [text[-1], *(row % self.model.vocabulary for row in range(1, rows))]
+        for place, row in enumerate(path[1:]):
+            tokens[row] = answer[place]
+        draft = Draft(tuple(tokens), tuple(parents), rows, ("",) * rows)
+        with self.pool.sequence(text) as sequence:
+            together = self.score(sequence, draft).logits[path].clone()
+        with self.pool.sequence(text) as sequence:
+            for row, token in zip(range(len(path)), answer, strict=False):
+                alone = chain(sequence.tokens[-1], (), "")
+                if not torch.equal(self.score(sequence, alone).logits[0], together[row]):
+                    return False
+                self.pool.keep(sequence, alone, Verdict((0,), (token,)))
+        return True
+
+    def _read(self, sequence: Sequence, leave: int) -> None:
+        if not self.exact:
+            return super()._read(sequence, leave)
+        while behind := len(sequence.tokens) - 1 - len(sequence.slots):
+            rows = self.pool.place_text(sequence, min(behind, READING))
+            self._make_storage(rows)
+            self._update_text(sequence, rows)
+            self._graph(READING, len(rows.text)).run(rows.numbers, rows.tails(), len(rows.text))
+
+    def _replay(self, numbers: Numbers, tree: Callable[[], Numbers], past: int) -> Scores | None:
+        """The rows' scores by a graph; None where there is none for so many."""
+        while size := next((size for size in self.sizes if size >= numbers.shape[1]), 0):
+            try:
+                return self._graph(size, past).run(numbers, tree(), past)
+            except _NoGraph as error:
+                warnings.warn(str(error), OutpaceWarning, stacklevel=2)
+        return None
+
+    def _make_storage(self, rows: Rows) -> None:
+        if self.pool.stored(0) is None:
+            self.model.forward(self.pool, rows, logits=0)
 
     def _update_text(self, sequence: Sequence, rows: Rows) -> None:
         """Bring the list of the text's slots up to date on the device."""
         if len(self._text) != self.pool.capacity:  # the pool has grown: graphs on the old storage are of no use
             self._graphs.clear()
+            self._memory = None
             self._text = torch.zeros(self.pool.capacity, dtype=torch.long, device=self.pool.device)
             self._reader = None
         start = sequence.stable if self._reader is sequence else 0
         if start < len(rows.text):
-            new = torch.tensor(rows.text[start:])
-            self._text[start : len(rows.text)].copy_(new)
+            self._text[start : len(rows.text)].copy_(torch.tensor(rows.text[start:]))
         self._reader, sequence.stable = sequence, len(rows.text)
 
-    def _graph(self, count: int, length: int) -> _Graph:
-        size = next(size for size in self.sizes if size >= count)
+    def _graph(self, size: int, length: int, layers: tuple[int, int] | None = None) -> _Graph:
         span = FIRST_SPAN
         while span < length:
             span *= 2
-        graph = self._graphs.get((size, span))
+        key = (size, span, layers or (0, self.model.layers))
+        graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[size, span] = self._capture(size, span)
+            graph = self._graphs[key] = self._capture(*key)
         return graph
 
-    def _capture(self, size: int, span: int) -> _Graph:
-        graph = _Graph(self.model, self.pool, self._text, size, span, self.compiled, self.exact)
-        self._memory = graph.capture(self._memory)
-        return graph
+    def _capture(self, size: int, span: int, layers: tuple[int, int]) -> _Graph:
+        graph = _Graph(self.model, self.pool, self._text, size, span, layers, self._compile, self.exact)
+        try:
+            self._memory = graph.capture(self._memory)
+            return graph
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self.pool.device)
+            need = f"a graph of {size} rows over {span} tokens; {free >> 20} of {total >> 20} MiB are free"
+            if self.exact or size == SIZES[0]:
+                raise InputError(f"no memory for {need}. Use a smaller model, or runtime='plain'.") from error
+            self.sizes = [smaller for smaller in self.sizes if smaller < size]
+            raise _NoGraph(f"No memory for {need}: steps of so many rows run without a graph.") from error
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            if self._compile:
+                self._compile = False
+                warnings.warn(
+                    f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, some 1.5 times as long.",
+                    OutpaceWarning,
+                    stacklevel=2,
+                )
+                return self._capture(size, span, layers)
+            if self.exact:
+                raise InputError(f"exact mode needs steps that a CUDA graph can capture: {reason}") from error
+            self.sizes = []
+            raise _NoGraph(
+                f"{self.model.name}: steps cannot be captured in a CUDA graph ({reason}). They run several times as long."
+            ) from error
+
+
+class _NoGraph(Exception):
+    """There is no graph for this, and the message says why. `sizes` are those that are left."""
 
 
 class _Graph:
-    """One step for a fixed number of rows."""
+    """One step for a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
 
     def __init__(
-        self, model: Model, pool: Pool, text: torch.Tensor, size: int, span: int, compiled: bool, exact: bool
+        self,
+        model: Model,
+        pool: Pool,
+        text: torch.Tensor,
+        size: int,
+        span: int,
+        layers: tuple[int, int],
+        compiled: bool,
+        exact: bool,
     ) -> None:
         self.model = model
+        self.start, self.stop = layers
         self.pool = pool
+        self.compiled = compiled
         self.size = size
-        self._on_gpu = pool.device.type == "cuda"
+        self.on_gpu = pool.device.type == "cuda"
         width = WIDTH if exact else -(-size // 64)
-        self._host = torch.zeros(1 + 3 * size + size * width, dtype=torch.long, pin_memory=self._on_gpu)
+        self._host = torch.zeros(1 + 3 * size + size * width, dtype=torch.long, pin_memory=self.on_gpu)
         numbers = self._host.numpy()
-        self._past: Any = numbers[:1]
-        self._rows: Any = numbers[1 : 1 + 3 * size].reshape(3, size)
-        self._tree: Any = numbers[1 + 3 * size :].reshape(size, width)
-        self._rows[2] = pool.scratch
-        # A row that fills up sees itself alone: in exact mode by its slot, otherwise by a bit.
+        self._past: Numbers = numbers[:1]
+        self._rows: Numbers = numbers[1 : 1 + 3 * size].reshape(3, size)
+        self._tree: Numbers = numbers[1 + 3 * size :].reshape(size, width)
+        # A row that fills up sees itself beyond the text: in exact mode by its slot, otherwise by a bit.
         itself = np.eye(size, width * 64, dtype=np.bool_)
         self._alone = pool.scratch if exact else np.packbits(itself, axis=1, bitorder="little").view(np.int64)
-        self._tree[:] = self._alone
+        self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
         self._box = self._host.to(pool.device)
         length, tokens, positions, slots, tree = self._box.split([1, size, size, size, size * width])
         lists = SlotLists(text, length, positions, slots, tree.view(size, width), span, exact)
-        self.rows = FixedRows(tokens, positions, slots, lists, compiled)
+        self.rows = FixedRows(tokens, positions, slots, lists)
+        # Rows that come from the middle bring their hidden states.
+        self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
         self._graph: Any = None
         self.output: Output
         self.found: torch.Tensor
 
     def capture(self, memory: Any) -> Any:
-        """Record the step, its memory from the pool `memory`. Its rows write to the scratch slot meanwhile."""
-        if not self._on_gpu:
-            return None  # there are no graphs on a CPU: steps run as they are, for tests
+        """Record the step, its memory from the pool `memory`. All rows write to the scratch slot meanwhile."""
+        if not self.on_gpu:
+            return None
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode():
             stream = torch.cuda.Stream()
@@ -139,19 +254,24 @@ class _Graph:
                     self._step()
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=memory):
-                side = side_stream(self.pool.device)
-                side.wait_stream(torch.cuda.current_stream())
                 self._step()
-                torch.cuda.current_stream().wait_stream(side)
         self._graph = graph
         return graph.pool()
 
     def _step(self) -> None:
-        self.output = self.model.forward(self.pool, self.rows, logits=self.size)
-        self.found = find_best(self.output.logits)
+        whole = self.stop == self.model.layers
+        self.output = self.model.forward(
+            self.pool,
+            self.rows,
+            logits=self.size if whole else 0,
+            start=self.start,
+            stop=self.stop,
+            hidden=self.hidden if self.start else None,
+            compiled=self.compiled,
+        )
+        self.found = find_best(self.output.logits) if whole else torch.zeros(2, self.size)
 
-    def run(self, numbers: Any, tree: Any, past: int) -> None:
-        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
+    def _fill(self, numbers: Numbers, tree: Numbers, past: int) -> None:
         count, width = tree.shape
         self._past[0] = past
         self._rows[:, :count] = numbers
@@ -159,11 +279,18 @@ class _Graph:
         self._tree[:] = self._alone
         self._tree[:count] = 0
         self._tree[:count, :width] = tree
+
+    def run(self, numbers: Numbers, tree: Numbers, past: int) -> Scores:
+        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
+        self._fill(numbers, tree, past)
         self._box.copy_(self._host, non_blocking=True)
         if self._graph is None:
-            self._step()
+            with torch.inference_mode():
+                self._step()
         else:
             self._graph.replay()
+        count = numbers.shape[1]
+        return Scores(self.output.logits[:count], self.output.hidden[:count], self.found[:, :count])
 
 
 def _copy(scores: Scores) -> Scores:

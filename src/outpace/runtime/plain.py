@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..draft import Draft, Scores
-from ..models.adapter import Model
-from ..pool import Pool, Sequence
+from ..models.adapter import Model, Output
+from ..pool import Pool, Rows, Sequence
+from .costs import CostCurve
 
 
 class Engine:
     """A model and the pool its rows live in."""
 
-    def __init__(self, model: Model) -> None:
+    name = "plain"
+
+    def __init__(self, model: Model, compiled: bool = False) -> None:
         self.model = model
+        self.compiled = compiled  # whether layers are run compiled, by `model.compile_layers()`
+        if compiled:
+            self.name = "compiled"
+        self.costs: CostCurve | None = None  # what steps cost, where it was measured
         self.pool = Pool(model.device)
 
     def for_one_text(self) -> Engine:
         """The engine to write a text with: this one, or one apart for models that see whatever the pool holds."""
-        return self if self.model.branches else Engine(self.model)
+        return self if self.model.branches else Engine(self.model, self.compiled)
 
     def score(self, sequence: Sequence, draft: Draft) -> Scores:
         """Compute the draft's rows, and before them whatever text of the sequence is not computed yet.
@@ -26,12 +35,23 @@ class Engine:
         if not (draft.is_chain or self.model.branches):
             raise AssertionError("a branching draft reached a model that takes chains only")
         self._read(sequence, leave=self.model.chunk)
-        rows = self.pool.place(sequence, draft)
-        output = self.model.forward(self.pool, rows, logits=len(draft))
+        output = self.climb(sequence, self.pool.place(sequence, draft), logits=len(draft))
         return Scores(output.logits, output.hidden[-len(draft) :])
+
+    def climb(
+        self,
+        sequence: Sequence,
+        rows: Rows,
+        logits: int,
+        start: int = 0,
+        stop: int | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> Output:
+        """Run layers `start` to `stop` on rows of the sequence: `Model.forward`, at this runtime's speed."""
+        return self.model.forward(self.pool, rows, logits, start, stop, hidden, self.compiled)
 
     def _read(self, sequence: Sequence, leave: int) -> None:
         """Compute text before the last token, in chunks, until at most `leave` tokens of it are not computed."""
         while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > leave:
             rows = self.pool.place_text(sequence, min(behind, self.model.chunk))
-            self.model.forward(self.pool, rows, logits=0)
+            self.model.forward(self.pool, rows, logits=0, compiled=self.compiled)

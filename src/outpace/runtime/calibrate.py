@@ -1,0 +1,117 @@
+"""Measure an engine's cost curve."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import transformers
+from platformdirs import user_cache_path
+
+from ..draft import Draft, chain
+from ..pool import Sequence as Text
+from .costs import CostCurve
+from .plain import Engine
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXTS = (128, 1024)
+SEGMENTS = 4
+REPEATS = 7
+
+
+def folder() -> Path:
+    """Where cost curves are kept."""
+    return user_cache_path("outpace") / "costs"
+
+
+def about(engine: Engine) -> dict[str, str]:
+    """What a curve depends on."""
+    model = engine.model
+    gpu = model.device.type == "cuda"
+    processor = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return {
+        "model": f"{model.name}, {model.layers} layers of {model.width}, {model.vocabulary} words",
+        "device": torch.cuda.get_device_name(model.device) if gpu else f"{platform.node()}: {processor}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "runtime": engine.name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def measure(
+    engine: Engine,
+    rows: Sequence[int] = ROWS,
+    contexts: Sequence[int] = CONTEXTS,
+    repeats: int = REPEATS,
+    done: Callable[[float], None] = lambda share: None,
+) -> CostCurve:
+    """Time steps of each number of rows behind texts of each length, and each quarter of the layers with one row.
+
+    The rounds go over all numbers of rows in turn, so that a disturbance does not fall on one of them.
+    """
+    contexts = [length for length in contexts if length + max(rows) < engine.model.context] or [1]
+    seconds = []
+    segments: dict[str, float] = {}
+    for index, length in enumerate(contexts):
+        with engine.pool.sequence([token % engine.model.vocabulary for token in range(length + 1)]) as text:
+            times: dict[int, list[float]] = {count: [] for count in rows}
+            for turn in range(repeats + 1):
+                for count in rows:
+                    spent = _step(engine, text, _comb(text.tokens[-1], count))
+                    if turn:  # the first warms up: it computes the text, compiles and captures
+                        times[count].append(spent)
+                done((index + (turn + 1) / (repeats + 1)) / len(contexts))
+            seconds.append(tuple(statistics.median(times[count]) for count in rows))
+            if index == 0:
+                segments = _segments(engine, text, repeats)
+    return CostCurve(about(engine), tuple(rows), tuple(contexts), tuple(seconds), segments)
+
+
+def _step(engine: Engine, text: Text, draft: Draft) -> float:
+    start = perf_counter()
+    best = engine.score(text, draft).best
+    spent = perf_counter() - start
+    assert len(best) == len(draft)
+    _forget(engine, text, len(draft))
+    return spent
+
+
+def _forget(engine: Engine, text: Text, count: int) -> None:
+    """Free the rows of a draft; text that was computed with them stays."""
+    behind = len(text.drafted) - count
+    text.slots += text.drafted[:behind]
+    engine.pool.free(text.drafted[behind:])
+    text.drafted = []
+
+
+def _segments(engine: Engine, text: Text, repeats: int) -> dict[str, float]:
+    """Seconds of each part of the layers for one row, the output head in the last."""
+    layers, model = engine.model.layers, engine.model
+    if model.width <= 1:
+        return {}  # a toy
+    borders = sorted({layers * part // SEGMENTS for part in range(SEGMENTS + 1)})
+    found = {}
+    for start, stop in zip(borders, borders[1:], strict=False):
+        times = []
+        for _ in range(repeats + 1):
+            rows = engine.pool.place(text, chain(text.tokens[-1], (), ""))
+            hidden = torch.zeros(1, model.width, dtype=model.dtype, device=model.device) if start else None
+            begin = perf_counter()
+            output = engine.climb(text, rows, 1 if stop == layers else 0, start, stop, hidden)
+            output.hidden[:1, :1].tolist()  # waits for the device
+            times.append(perf_counter() - begin)
+            _forget(engine, text, 1)
+        found[f"{start}-{stop - 1}"] = statistics.median(times[1:])
+    return found
+
+
+def _comb(root: int, rows: int) -> Draft:
+    """Branches of four rows below the root."""
+    parents = [-1, *(0 if row % 4 == 1 else row - 1 for row in range(1, rows))]
+    return Draft((root,) * rows, tuple(parents), rows, ("",) * rows)

@@ -1,0 +1,81 @@
+"""Which runtime a model runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InputError, UnknownNameError, UnsupportedModel
+from ..models.adapter import Model
+from .graphs import GraphEngine
+from .plain import Engine
+
+RUNTIMES = {
+    "auto": "graphs where they work, otherwise plain",
+    "plain": "ordinary forward passes",
+    "compiled": "forward passes of compiled layers; the first step takes some seconds",
+    "graphs": "CUDA graphs of compiled layers, joined weights, attention by slot lists",
+}
+EXACT_ROWS = 32
+
+
+def engine_for(model: Model, runtime: str = "auto", exact: bool = False, exact_rows: int = EXACT_ROWS) -> Engine:
+    """An engine for the model.
+
+    `exact` makes every step compute `exact_rows` rows, so that the logits of a text have the same bits with every
+    method. It is checked on this model before it is believed.
+    """
+    if runtime not in RUNTIMES:
+        raise UnknownNameError("runtime", runtime, RUNTIMES)
+    obstacle = _obstacle(model)
+    if exact:
+        if runtime not in ("auto", "graphs"):
+            raise InputError(f"exact mode needs runtime='graphs', not {runtime!r}.")
+        if obstacle:
+            raise InputError(f"exact mode needs CUDA graphs: {obstacle}.")
+        return _exact_engine(model, exact_rows)
+    if runtime == "graphs" and obstacle:
+        raise InputError(f"runtime='graphs' cannot be used: {obstacle}. Use runtime='plain'.")
+    if runtime == "graphs" or (runtime == "auto" and not obstacle):
+        _fuse(model)
+        return GraphEngine(model)
+    if runtime == "compiled":
+        _fuse(model)
+        _compile(model)
+    return Engine(model, compiled=runtime == "compiled")
+
+
+def _obstacle(model: Model) -> str | None:
+    """Why a model cannot run on CUDA graphs."""
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}, and there is no CUDA there"
+    major, minor = torch.cuda.get_device_capability(model.device)
+    if major < 8:
+        return f"{torch.cuda.get_device_name(model.device)} has compute capability {major}.{minor}; 8.0 or later is needed"
+    if not model.lists:
+        return f"{model.name} has attention that slot lists cannot express"
+    return None
+
+
+def _exact_engine(model: Any, rows: int) -> GraphEngine:
+    if not 2 <= rows <= 256:
+        raise InputError(f"exact_rows={rows} is out of range: it must be 2 to 256.")
+    _fuse(model)
+    engine = GraphEngine(model, exact_rows=rows)
+    if not engine.is_exact():
+        raise UnsupportedModel(
+            f"{model.name} on {torch.cuda.get_device_name(model.device)}: a tree does not give the bits of single steps, "
+            "so exact mode would be a false promise here. Use exact=False."
+        )
+    return engine
+
+
+def _fuse(model: Any) -> None:
+    if hasattr(model, "fuse"):
+        model.fuse()
+
+
+def _compile(model: Any) -> None:
+    if hasattr(model, "compile_layers"):
+        model.compile_layers()

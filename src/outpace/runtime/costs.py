@@ -1,0 +1,82 @@
+"""What a step costs: measured, kept, and asked by methods for how much to draft.
+
+The cost of a step by its number of rows decides everything in speculation, and it differs from machine to machine: on
+a large GPU thirty rows cost as much as one, on a small CPU two rows may cost twice one.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+from ..errors import InputError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a step by rows and length of text, for one model on one machine."""
+
+    about: dict[str, str]  # model, device, dtype, runtime, versions: the curve is good for nothing else
+    rows: tuple[int, ...]  # increasing, from 1
+    contexts: tuple[int, ...]  # increasing
+    seconds: tuple[tuple[float, ...], ...]  # [contexts][rows]
+    segments: dict[str, float] = field(default_factory=dict)  # layers "0-15" alone: seconds for one row
+    drafting: dict[str, float] = field(default_factory=dict)  # method -> seconds of its own a step
+
+    def step(self, rows: int, context: int = 0) -> float:
+        """Seconds of a step, between and beyond the measured points along straight lines."""
+        by_rows = [_between(self.rows, costs, rows) for costs in self.seconds]
+        return _between(self.contexts, by_rows, min(max(context, self.contexts[0]), self.contexts[-1]))
+
+    @cached_property
+    def _prices(self) -> list[float]:
+        return [self.step(rows) / self.step(1) for rows in range(1, self.rows[-1] + 1)]
+
+    def price(self, rows: int) -> float:
+        """The cost of a step of so many rows, in steps of one row."""
+        return self._prices[rows - 1] if rows <= len(self._prices) else self.step(rows) / self.step(1)
+
+    def save(self, folder: Path) -> Path:
+        """Keep the curve where `load` finds it, whole or not at all."""
+        path = _path(folder, self.about)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            half = path.with_suffix(".part")
+            half.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1))
+            half.replace(path)
+        except OSError as error:
+            raise InputError(f"the cost curve could not be written to {folder}: {error.strerror}.") from error
+        return path
+
+
+def load(folder: Path, about: dict[str, str]) -> CostCurve | None:
+    """The curve that was kept for this model, machine and version; None if there is none, or none that can be read."""
+    try:
+        stored = json.loads(_path(folder, about).read_text())
+        if stored.pop("version") != VERSION or stored["about"] != about:
+            return None
+        lists = {name: tuple(stored.pop(name)) for name in ("rows", "contexts")}
+        return CostCurve(**lists, seconds=tuple(map(tuple, stored.pop("seconds"))), **stored)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _path(folder: Path, about: dict[str, str]) -> Path:
+    digest = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return folder / f"{digest[:16]}.json"
+
+
+def _between(places: Sequence[int], values: Sequence[float], place: int) -> float:
+    """Linear between neighbours, and beyond the ends as between the last two."""
+    if len(places) == 1:
+        return values[0]
+    right = min(max(bisect_left(places, place), 1), len(places) - 1)
+    share = (place - places[right - 1]) / (places[right] - places[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])

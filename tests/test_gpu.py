@@ -1,0 +1,92 @@
+"""The CUDA runtime against the plain one. Runs where there is a GPU: `python -m pytest tests/test_gpu.py`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outpace.draft import Draft, Verdict, chain
+from outpace.models.hf import HFModel
+from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.plain import Engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def small_llama(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=2048,
+        initializer_range=0.1,
+    )
+    return LlamaForCausalLM(config).eval().to("cuda", dtype)
+
+
+def one_by_one(engine: Engine, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """The logits after the prompt and after each token of the answer but the last."""
+    found = []
+    with engine.pool.sequence(prompt) as sequence:
+        for token in answer:
+            draft = chain(sequence.tokens[-1], (), "")
+            found.append(engine.score(sequence, draft).logits[0].clone())
+            engine.pool.keep(sequence, draft, Verdict((0,), (token,)))
+    return torch.stack(found)
+
+
+def hidden_path(root: int, answer: list[int], rows: int, rng: random.Random) -> tuple[Draft, list[int]]:
+    """A random tree of `rows` rows in which some path carries the answer, and the rows of that path."""
+    tokens, parents, path = [root], [-1], [0]
+    while len(tokens) < rows:
+        left = len(answer) - len(path)
+        if left and rng.random() < left / (rows - len(tokens)):
+            parents.append(path[-1])
+            path.append(len(tokens))
+            tokens.append(answer[len(path) - 2])
+        else:
+            parents.append(rng.randrange(len(tokens)))
+            tokens.append(rng.randrange(2048))
+    return Draft(tuple(tokens), tuple(parents), rows, ("",) * rows), path
+
+
+def in_a_tree(engine: Engine, prompt: list[int], answer: list[int], rows: int, rng: random.Random) -> torch.Tensor:
+    with engine.pool.sequence(prompt) as other, engine.pool.sequence(prompt) as sequence:
+        if rng.random() < 0.5:  # so that slots are not in order
+            engine.score(other, chain(prompt[-1], rng.choices(range(2048), k=5), ""))
+        draft, path = hidden_path(prompt[-1], answer, rows, rng)
+        return engine.score(sequence, draft).logits[path].clone()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_compute_what_forwards_compute(compiled: bool) -> None:
+    model = HFModel(small_llama(torch.float32))
+    if compiled:
+        model.fuse()
+    plain, graphs = Engine(model), GraphEngine(model, compiled=compiled, capacity=128)
+    rng = random.Random(0)
+    for length in (1, 60, 700):
+        prompt, answer = rng.choices(range(2048), k=length), rng.choices(range(2048), k=6)
+        expected = one_by_one(plain, prompt, answer)
+        torch.testing.assert_close(one_by_one(graphs, prompt, answer), expected, rtol=1e-3, atol=1e-3)
+        for rows in (6, 20, 100, 300):
+            found = in_a_tree(graphs, prompt, answer, rows, rng)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_exact_mode_gives_the_same_bits_in_any_tree(rows: int) -> None:
+    engine = GraphEngine(HFModel(small_llama(torch.bfloat16)), exact_rows=rows)
+    rng = random.Random(0)
+    for _ in range(12):
+        prompt, answer = rng.choices(range(2048), k=rng.randrange(1, 700)), rng.choices(range(2048), k=10)
+        expected = one_by_one(engine, prompt, answer)
+        found = in_a_tree(engine, prompt, answer, rng.randrange(10, 2 * rows), rng)
+        assert torch.equal(found, expected)
