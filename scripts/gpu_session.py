@@ -1,25 +1,41 @@
-"""A whole session of measurements on a CUDA GPU. Each part prints its table last.
+"""Measurements of the runtime on a CUDA GPU, in bfloat16. Each part prints its table last.
 
-    python scripts/gpu_session.py shape            step time of a Llama-3.1-8B shape by rows and context
+    python scripts/gpu_session.py shape                          a step of a Llama-3.1-8B shape, by rows and context
+    python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
+    python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
+
+DIR holds the embedded model (`--gguf PART1 PART2` makes it, as in measure.py), FILE is Spec-Bench's question file. The
+7B model is the embedded one widened eightfold: every feature is repeated, so it computes the same function with 7.25
+billion weights. Acceptance is real, and so is the cost of a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from outpace.draft import Draft, Verdict, chain
+from measure import assemble, spec_bench
+from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace.bench.calibration import calibrate
+from outpace.draft import Draft, chain
 from outpace.models.hf import HFModel
+from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.plain import Engine
 
 CONSOLE = Console(width=150)
+NEW_TOKENS = 128
+DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
 def llama_8b() -> Any:
@@ -32,24 +48,52 @@ def llama_8b() -> Any:
         num_key_value_heads=8,
         vocab_size=128256,
         max_position_embeddings=131072,
-        rope_theta=500000.0,
         tie_word_embeddings=False,
     )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    torch.set_default_dtype(DTYPE)
+    with torch.device(DEVICE):
         model = LlamaForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     return model
 
 
+def widen(model: Any, times: int) -> Any:
+    """The same function with every feature repeated: `times`² as many weights in every linear map."""
+    config = copy.deepcopy(model.config)
+    config.hidden_size *= times
+    config.intermediate_size *= times
+    config.num_attention_heads *= times
+    config.num_key_value_heads *= times
+    config.tie_word_embeddings = False
+    torch.set_default_dtype(DTYPE)
+    with torch.device(DEVICE):
+        wide = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    narrow = {name: weight.to(DEVICE, DTYPE) for name, weight in model.state_dict().items()}
+    narrow.setdefault("lm_head.weight", narrow["model.embed_tokens.weight"])
+    with torch.no_grad():
+        for name, weight in wide.named_parameters():
+            small = narrow[name]
+            if small.dim() == 1:
+                weight.copy_(small.repeat(times))
+            elif "embed_tokens" in name:
+                weight.copy_(small.repeat(1, times))
+            elif "lm_head" in name:
+                weight.copy_(small.repeat(1, times) / times)
+            else:
+                weight.copy_(small.repeat(times, times) / times)
+    wide.generation_config = model.generation_config
+    return wide
+
+
 def comb(root: int, rows: int) -> Draft:
-    """A tree of many short branches."""
+    """Branches of four rows below the root."""
     parents = [-1, *(0 if row % 4 == 1 else row - 1 for row in range(1, rows))]
     return Draft((root, *range(1, rows)), tuple(parents), rows, ("",) * rows)
 
 
 def replay_time(engine: GraphEngine, rows: int, length: int, repeats: int = 20) -> float:
-    """Median milliseconds of a graph's replay."""
+    """Median milliseconds of a graph alone, by the GPU's clock."""
     graph = engine._graph(next(size for size in engine.sizes if size >= rows), length)
     times = []
     for _ in range(repeats):
@@ -62,24 +106,20 @@ def replay_time(engine: GraphEngine, rows: int, length: int, repeats: int = 20) 
     return statistics.median(times)
 
 
-def step_times(engine: GraphEngine, rows: tuple[int, ...], lengths: tuple[int, ...]) -> dict[tuple[int, int], Any]:
-    """(rows, context) -> milliseconds of the graph, of the whole `score` with picks."""
-    found = {}
-    for length in lengths:
-        with engine.pool.sequence([token % 1000 for token in range(length)]) as sequence:
-            for count in rows:
-                draft = comb(sequence.tokens[-1], count)
-                walls = []
-                for _ in range(12):
-                    start = time.perf_counter()
-                    scores = engine.score(sequence, draft)
-                    assert len(scores.best) == count
-                    walls.append(time.perf_counter() - start)
-                    engine.pool.free(sequence.drafted)
-                    sequence.drafted = []
-                found[count, length] = (replay_time(engine, count, length), statistics.median(walls) * 1000)
-                print(count, length, found[count, length], flush=True)
-    return found
+def score_time(engine: Engine, rows: int, length: int, repeats: int = 20) -> float:
+    """Median milliseconds of `score` with its picks, by the wall clock."""
+    with engine.pool.sequence([token % 1000 for token in range(length + 1)]) as sequence:
+        times = []
+        for _ in range(repeats + 2):
+            start = time.perf_counter()
+            best = engine.score(sequence, comb(sequence.tokens[-1], rows)).best
+            times.append(time.perf_counter() - start)
+            assert len(best) == rows
+            behind = len(sequence.drafted) - rows
+            sequence.slots += sequence.drafted[:behind]
+            engine.pool.free(sequence.drafted[behind:])
+            sequence.drafted = []
+    return statistics.median(times[2:]) * 1000
 
 
 def profile(engine: GraphEngine, rows: int, length: int) -> None:
@@ -87,37 +127,203 @@ def profile(engine: GraphEngine, rows: int, length: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         graph._graph.replay()
         torch.cuda.synchronize()
-    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=70))
+    table = Table("kernel", "times", "µs each", "µs")
+    for event in sorted(prof.key_averages(), key=lambda event: -event.device_time_total)[:16]:
+        each = event.device_time_total / event.count
+        table.add_row(event.key[:60], str(event.count), f"{each:.1f}", f"{event.device_time_total:.0f}")
+    CONSOLE.print(f"the kernels of a step of {rows} rows", table)
 
 
 def shape(arguments: argparse.Namespace) -> None:
     model = llama_8b()
-    table = Table("runtime", "rows", "context", "graph ms", "score ms")
+    before = torch.cuda.memory_allocated()
     start = time.perf_counter()
-    hf = HFModel(model)
-    print("adapter", time.perf_counter() - start)
-    for fused, compiled in ((False, False), (True, True)):
-        if fused:
-            print("fused", hf.fuse())
-        engine = GraphEngine(hf, compiled=compiled, capacity=16384)
-        start = time.perf_counter()
-        rows, lengths = ((1, 32), (1024,)) if not compiled else ((1, 8, 32, 64, 128), (1024, 8192))
-        with engine.pool.sequence(list(range(100))) as sequence:
-            assert engine.score(sequence, chain(99, (), "")).best
-        print("first token", time.perf_counter() - start, flush=True)
-        for (count, length), (graph, wall) in step_times(engine, rows, lengths).items():
-            table.add_row(f"fused={fused} compiled={compiled}", str(count), str(length), f"{graph:.2f}", f"{wall:.2f}")
-        if compiled:
-            profile(engine, 1, 1024)
-            profile(engine, 32, 1024)
+    adapted = HFModel(model)
+    adapted.fuse()
+    engine = GraphEngine(adapted, capacity=16384)
+    with engine.pool.sequence(list(range(100))) as sequence:
+        assert engine.score(sequence, chain(99, (), "")).best
+    first = time.perf_counter() - start
+    table = Table(
+        "rows", "context", "graph ms", "rows / 1 row", "context / 1024", "with host ms", title="8B shape, bfloat16"
+    )
+    cost: dict[tuple[int, int], float] = {}
+    for length in (1024, 8192):
+        for rows in (1, 8, 32, 64, 128):
+            wall = score_time(engine, rows, length)
+            cost[rows, length] = graph = replay_time(engine, rows, length)
+            by_rows, by_context = graph / cost[1, length], graph / cost[rows, 1024]
+            table.add_row(*map(str, (rows, length)), *(f"{x:.2f}" for x in (graph, by_rows, by_context, wall)))
+    profile(engine, 1, 1024)
+    profile(engine, 32, 1024)
+    graphs = (torch.cuda.memory_allocated() - before - engine.pool.bytes) / 2**20
+    print(f"first token {first:.1f} s after load, compilation and capture included")
+    print(f"pool {engine.pool.bytes / 2**20:.0f} MiB for {engine.pool.capacity} slots; graphs {graphs:.0f} MiB")
     CONSOLE.print(table)
+
+
+def load_wide(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    if arguments.gguf:
+        assemble(arguments.gguf, Path(arguments.model))
+    small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    return widen(small, arguments.times), AutoTokenizer.from_pretrained(arguments.model)
+
+
+def methods(wide: Any) -> dict[str, Method]:
+    return {
+        "plain": Autoregressive(),
+        "jacobi (16)": Jacobi(),
+        "prompt-lookup (8 rows)": PromptLookup(rows=8, priced=False),
+        "prompt-lookup (64 rows)": PromptLookup(priced=False),
+        "prompt-lookup, priced": PromptLookup(rows=128),
+        "lookahead (4, 3, 4)": Lookahead(window=4, ngram=3, guesses=4),
+        "lookahead (7, 4, 7)": Lookahead(window=7, ngram=4, guesses=7),
+        "lookahead (15, 5, 15)": Lookahead(),
+    }
+
+
+def wide(arguments: argparse.Namespace) -> None:
+    """All methods and transformers on each prompt in turn; tokens/s is all tokens over all seconds."""
+    start = time.perf_counter()
+    model, tokenizer = load_wide(arguments)
+    weights = sum(weight.numel() for weight in model.parameters())
+    print(f"widened to {weights / 1e9:.2f} billion weights in {time.perf_counter() - start:.0f} s")
+    start = time.perf_counter()
+    decoder = Decoder(model, tokenizer)
+    decoder.generate("Hello", max_new_tokens=1, method=Autoregressive())
+    print(f"first token {time.perf_counter() - start:.1f} s after load, compilation and capture included")
+    curve = calibrate(decoder)
+    for context, costs in zip(curve.contexts, curve.seconds, strict=True):
+        print(
+            context,
+            "tokens of context:",
+            " ".join(f"{n}:{c * 1000:.2f}" for n, c in zip(curve.rows, costs, strict=True)),
+        )
+    print("layers", {name: round(1000 * cost, 2) for name, cost in curve.segments.items()})
+    print("drafting", {name: round(1000 * cost, 2) for name, cost in curve.drafting.items()})
+    runners: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {}
+    for name, method in methods(model).items():
+        runners[name] = lambda prompt, method=method: ours(decoder, method, prompt)
+    runners["transformers generate"] = lambda prompt: theirs(model, prompt)
+    runners["transformers prompt lookup"] = lambda prompt: theirs(model, prompt, prompt_lookup_num_tokens=10)
+    questions = spec_bench(arguments.data, arguments.each)
+    seconds, tokens, steps, same = ({name: [] for name in runners} for _ in range(4))
+    for number, question in enumerate(questions):
+        prompt = decoder.encode(question["text"])
+        shared = number % arguments.every == 0  # transformers takes many times as long, so it runs on some prompts only
+        plain: list[int] = []
+        for name, run in runners.items():
+            if name.startswith("transformers") and not shared:
+                continue
+            start = time.perf_counter()
+            found, count = run(prompt)
+            seconds[name].append(time.perf_counter() - start)
+            plain = plain or found
+            tokens[name].append(len(found))
+            steps[name].append(count)
+            same[name].append(found == plain)
+    table = Table(
+        "method", "tokens/s", "plain = 1", "transformers = 1", "tokens a step", "ms a step", "same text as plain"
+    )
+    speed = {name: sum(tokens[name]) / sum(seconds[name]) for name in runners}
+    step = arguments.every
+    base = {
+        name: speed[name] if name.startswith("transformers") else sum(tokens[name][::step]) / sum(seconds[name][::step])
+        for name in runners
+    }
+    for name in runners:
+        count = sum(steps[name])
+        extra = (f"{sum(tokens[name]) / count:.2f}", f"{sum(seconds[name]) / count * 1000:.2f}") if count else ("", "")
+        table.add_row(
+            name,
+            f"{speed[name]:.1f}",
+            f"{speed[name] / speed['plain']:.2f}",
+            f"{base[name] / base['transformers generate']:.2f}",
+            *extra,
+            f"{sum(same[name])} of {len(same[name])}",
+        )
+    CONSOLE.print(f"{len(questions)} prompts; transformers on every {step}th, and compared on those", table)
+
+
+def ours(decoder: Decoder, method: Method, prompt: list[int]) -> tuple[list[int], int]:
+    result = decoder.generate(prompt, method=method, max_new_tokens=NEW_TOKENS)
+    return result.token_ids, result.steps
+
+
+def theirs(model: Any, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+    ids = torch.tensor([prompt], device=DEVICE)
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+    return output[0, ids.shape[1] :].tolist(), 0
+
+
+def exact(arguments: argparse.Namespace) -> None:
+    """Every method's text against plain decoding's, token for token, in exact mode; greedy and sampled."""
+    model, tokenizer = load_wide(arguments)
+    decoder = Decoder(model, tokenizer, exact=True)
+    small = HFModel(first_layers(model, 3))
+    tried: dict[str, Method] = {
+        "jacobi": Jacobi(),
+        "prompt-lookup": PromptLookup(rows=32, priced=False),
+        "lookahead": Lookahead(window=5, ngram=4, guesses=5),
+        "draft-model": DraftModel(model=small, length=4),
+    }
+    questions = spec_bench(arguments.data, arguments.each)
+    equal = {name: {"greedy": 0, "sampled": 0} for name in tried}
+    for number, question in enumerate(questions):
+        prompt = decoder.encode(question["text"])
+        for kind, sampling in (("greedy", Sampling()), ("sampled", Sampling(temperature=0.8, top_p=0.95, seed=number))):
+            options = {"sampling": sampling, "max_new_tokens": arguments.tokens}
+            plain = decoder.generate(prompt, method=Autoregressive(), **options).token_ids
+            for name, method in tried.items():
+                found = decoder.generate(prompt, method=decoder.prepare(method), **options).token_ids
+                equal[name][kind] += found == plain
+        print(number, {name: dict(kinds) for name, kinds in equal.items()}, flush=True)
+    table = Table("method", "greedy: equal", "sampled: equal")
+    for name, kinds in equal.items():
+        table.add_row(name, *(f"{count} of {len(questions)}" for count in kinds.values()))
+    price = Table("ms a step, graph alone", "1 row, normal", "32 rows, normal", "32 rows, exact")
+    normal = engine_for(decoder.model, "graphs")
+    for length in (256, 1024, 4096):
+        times = []
+        for engine, rows in ((normal, 1), (normal, 32), (decoder.engine, 32)):
+            assert isinstance(engine, GraphEngine)
+            score_time(engine, rows, length, repeats=2)
+            times.append(replay_time(engine, rows, length))
+        price.add_row(f"{length} tokens of context", *(f"{value:.2f}" for value in times))
+    CONSOLE.print(table, price)
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """A draft model: the target's own first layers, under its own head."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = count
+    torch.set_default_dtype(DTYPE)
+    with torch.device(DEVICE):
+        small = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    small.load_state_dict(model.state_dict(), strict=False)
+    return small
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape"])
+    parser.add_argument("what", choices=["shape", "wide", "exact"])
+    parser.add_argument("--model", help="the embedded model's folder, for wide and exact")
+    parser.add_argument(
+        "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
+    )
+    parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for wide and exact")
+    parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
+    parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
+    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact")
+    parser.add_argument("--times", type=int, default=8, help="how many times as wide")
     arguments = parser.parse_args()
-    {"shape": shape}[arguments.what](arguments)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here")
+    if arguments.what != "shape" and not (arguments.model and arguments.data and arguments.data.is_file()):
+        parser.error(f"{arguments.what} needs --model and --data")
+    {"shape": shape, "wide": wide, "exact": exact}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

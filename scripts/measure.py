@@ -294,7 +294,9 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON lines; finished work in it is not done again")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
     parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
-    parser.add_argument("--only", default="", help="a method, or the beginning of some methods' names, for steps and clock")
+    parser.add_argument(
+        "--only", default="", help="a method, or the beginning of some methods' names, for steps and clock"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from outpace.draft import Draft, Tree
-from outpace.pool import Pool, Rows
 from outpace.models import attention
+from outpace.pool import Pool, Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if find_spec("triton") and not torch.cuda.is_available():
+    import triton
+
+    attention.INTERPRET = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1 python -m pytest …
 
 
 def random_tree(rows: int, rng: random.Random) -> Draft:

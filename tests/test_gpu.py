@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outpace import Autoregressive, Decoder, Jacobi, Lookahead, PromptLookup, Sampling
 from outpace.draft import Draft, Verdict, chain
 from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
@@ -79,6 +80,44 @@ def test_graphs_compute_what_forwards_compute(compiled: bool) -> None:
         for rows in (6, 20, 100, 300):
             found = in_a_tree(graphs, prompt, answer, rows, rng)
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=3, ngram=3, guesses=4))
+
+
+@pytest.mark.parametrize("runtime", ["plain", "graphs"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=5)])
+def test_every_method_writes_the_same_text(runtime: str, sampling: Sampling) -> None:
+    decoder = Decoder(small_llama(torch.float32), runtime=runtime)
+    prompt = [5, 9, 5, 9, 7] * 9
+    options = {"sampling": sampling, "max_new_tokens": 100}
+    plain = decoder.generate(prompt, method=Autoregressive(), **options)
+    for method in METHODS:
+        assert decoder.generate(prompt, method=method, **options).token_ids == plain.token_ids
+    assert decoder.engine.pool.held == 0
+
+
+def test_segments_make_a_whole() -> None:
+    model = HFModel(small_llama(torch.float32))
+    engine = GraphEngine(model, compiled=False)
+    with engine.pool.sequence([3, 1, 4, 1, 5]) as sequence:
+        whole = engine.score(sequence, chain(5, [9, 2], "")).logits.clone()
+        engine.pool.free(sequence.drafted)
+        sequence.drafted = []
+        rows = engine.pool.place(sequence, chain(5, [9, 2], ""))
+        middle = engine.climb(sequence, rows, 0, 0, 3).hidden.clone()
+        found = engine.climb(sequence, rows, 3, 3, None, middle).logits
+    torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=5)])
+def test_exact_mode_writes_the_same_text_in_bfloat16(sampling: Sampling) -> None:
+    decoder = Decoder(small_llama(torch.bfloat16), exact=True)
+    prompt = [5, 9, 5, 9, 7] * 60
+    options = {"sampling": sampling, "max_new_tokens": 100}
+    plain = decoder.generate(prompt, method=Autoregressive(), **options)
+    for method in METHODS:
+        assert decoder.generate(prompt, method=method, **options).token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("rows", [16, 64])

@@ -26,6 +26,7 @@ LEVELS = [
     ["hook", "decoder"],
     ["bench", "race"],
     ["board"],
+    ["chart"],
     ["serve", "cli"],
 ]
 # `Method.__call__` is the door that transformers' generate comes in by: it opens when called, not when imported.

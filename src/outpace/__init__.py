@@ -14,11 +14,13 @@ if TYPE_CHECKING:
         InvalidLogits,
         ModelError,
         OutpaceError,
+        OutpaceWarning,
         UnknownNameError,
         UnsupportedModel,
     )
     from .methods import Autoregressive, DraftModel, Jacobi, Lookahead, Method, PromptLookup
     from .picking import Sampling
+    from .runtime.costs import CostCurve
 
 __version__ = "0.1.0"
 
@@ -32,15 +34,18 @@ _HOMES = {
         "InvalidLogits",
         "ModelError",
         "OutpaceError",
+        "OutpaceWarning",
         "UnknownNameError",
         "UnsupportedModel",
     ),
     "methods": ("Autoregressive", "DraftModel", "Jacobi", "Lookahead", "Method", "PromptLookup"),
     "picking": ("Sampling",),
+    "runtime.costs": ("CostCurve",),
 }
 
 __all__ = [
     "Autoregressive",
+    "CostCurve",
     "Decoder",
     "Draft",
     "DraftModel",
@@ -52,6 +57,7 @@ __all__ = [
     "Method",
     "ModelError",
     "OutpaceError",
+    "OutpaceWarning",
     "PromptLookup",
     "Result",
     "Sampling",

@@ -1,4 +1,4 @@
-"""The command line: `outpace generate`, `outpace race`, `outpace models`.
+"""The command line: `outpace generate`, `outpace race`, `outpace calibrate`, `outpace models`.
 
 What is asked for goes to standard output, everything else to standard error. torch and transformers take seconds to
 import, so that happens inside the commands, after the arguments are read.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -84,6 +86,8 @@ Dtype = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
+Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
+Exact = Annotated[bool, typer.Option("--exact", help="CUDA: the same bits with every method, at some cost.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -111,6 +115,8 @@ def generate(
     stop: Stop = [],  # noqa: B006
     dtype: Dtype = None,
     device: Device = None,
+    runtime: Runtime = "auto",
+    exact: Exact = False,
     raw: Raw = False,
     as_json: Json = False,
 ) -> None:
@@ -128,9 +134,10 @@ def generate(
         seed=seed,
         rule=rule,  # type: ignore[arg-type] # checked by Sampling
     )
-    chosen = _make(method, dict(map(_split, settings)), device)
+    name, given = _entry(method, dict(map(_split, settings)), device)
     text = _read(prompt)
-    decoder = _load(model, chosen, dtype, device)
+    decoder = _load(model, dtype, device, runtime, exact)
+    decoder.method = decoder.prepare(name, **given)
     options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop, "raw": raw}
     if as_json:
         typer.echo(json.dumps(decoder.generate(text, **options).to_json()))
@@ -157,19 +164,21 @@ def race(
     seed: Seed = 0,
     dtype: Dtype = None,
     device: Device = None,
+    runtime: Runtime = "auto",
+    exact: Exact = False,
     raw: Raw = False,
     as_json: Json = False,
 ) -> None:
     """Let several methods write the same answer, one after another, and compare. Exit code 1 if the texts differ."""
     from .board import Board, console_for_output, print_race
-    from .methods import Autoregressive
     from .picking import Sampling
     from .race import run
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    entered = _enter(methods.split(","), settings, device)
+    entries = _entries(methods.split(","), settings, device)
     text = _read(prompt)
-    decoder = _load(model, Autoregressive(), dtype, device)
+    decoder = _load(model, dtype, device, runtime, exact)
+    entered = [decoder.prepare(name, **given) for name, given in entries]
     if as_json:
         outcome = run(decoder, entered, text, sampling, max_new_tokens, raw)
         typer.echo(json.dumps(_race_json(decoder, entered, text, outcome)))
@@ -181,6 +190,38 @@ def race(
         print_race(console, board, entered, outcome)
     if not outcome.identical:
         raise typer.Exit(1)
+
+
+@app.command()
+def calibrate(
+    model: Model = "smollm2-135m",
+    dtype: Dtype = None,
+    device: Device = None,
+    runtime: Runtime = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the curve to this file (.png, .svg); needs matplotlib.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what steps cost by rows and context, so that methods draft as much as pays here."""
+    from .bench.calibration import calibrate as run
+    from .board import console_for_output
+    from .chart import print_costs, progress_bar, save_plot
+    from .runtime.calibrate import folder as costs_folder
+
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise InputError(f"--plot {plot}: the file must end in .png or .svg.")
+    decoder = _load(model, dtype, device, runtime)
+    with progress_bar("measuring") as show:
+        curve = run(decoder, show)
+    path = curve.save(costs_folder())
+    if plot is not None:
+        save_plot(curve, plot)
+    if as_json:
+        typer.echo(json.dumps({**asdict(curve), "file": str(path)}))
+        return
+    print_costs(console_for_output(), curve, decoder)
+    typer.echo(f"kept in {path}", err=True)
 
 
 @app.command()
@@ -224,8 +265,12 @@ def _split(setting: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _make(name: str | None, settings: dict[str, str], device: str | None) -> Method:
-    """A method by name, its settings read by the types of its fields, the others suited to the device."""
+Entry: TypeAlias = tuple[str, dict[str, object]]
+"""A method's name and the settings that are given."""
+
+
+def _entry(name: str | None, settings: dict[str, str], device: str | None) -> Entry:
+    """A method by name, its settings read by the types of its fields, and checked before a model is loaded."""
     from .methods import METHODS, default_method, make
     from .models.loading import resolve_device
 
@@ -233,7 +278,8 @@ def _make(name: str | None, settings: dict[str, str], device: str | None) -> Met
     name = name or default_method(cpu=cpu)
     kinds = get_type_hints(METHODS[name]) if name in METHODS else {}
     given = {key: _convert(name, key, value, kinds.get(key)) for key, value in settings.items()}
-    return make(name, cpu=cpu, **given)
+    make(name, cpu=cpu, costs=None, **given)
+    return name, given
 
 
 def _convert(method: str, name: str, value: str, kind: object) -> object:
@@ -250,7 +296,7 @@ def _convert(method: str, name: str, value: str, kind: object) -> object:
     return value
 
 
-def _enter(names: Sequence[str], settings: Iterable[str], device: str | None) -> list[Method]:
+def _entries(names: Sequence[str], settings: Iterable[str], device: str | None) -> list[Entry]:
     """The methods of a race, with their settings."""
     names = [name.strip() for name in names]
     given: dict[str, dict[str, str]] = {name: {} for name in names}
@@ -262,16 +308,19 @@ def _enter(names: Sequence[str], settings: Iterable[str], device: str | None) ->
         if method not in given:
             raise UnknownNameError("method in this race", method, given)
         given[method][name] = value
-    return [_make(name, given[name], device) for name in names]
+    return [_entry(name, given[name], device) for name in names]
 
 
-def _load(model: str, method: Method, dtype: str | None, device: str | None) -> Decoder:
+def _load(model: str, dtype: str | None, device: str | None, runtime: str, exact: bool = False) -> Decoder:
     from transformers.utils import logging
 
     from .decoder import load
+    from .runtime.choose import RUNTIMES
 
+    if runtime not in RUNTIMES:
+        raise UnknownNameError("runtime", runtime, RUNTIMES)
     logging.disable_progress_bar()
-    return load(model, method=method, dtype=dtype, device=device)
+    return load(model, method="autoregressive", dtype=dtype, device=device, runtime=runtime, exact=exact)
 
 
 def _stream(decoder: Decoder, prompt: str, options: dict[str, Any]) -> None:

@@ -18,7 +18,9 @@ from .models.adapter import Model
 from .models.hf import HFModel
 from .models.loading import load as load_model
 from .picking import Sampling
+from .runtime import calibrate
 from .runtime.choose import engine_for
+from .runtime.costs import load as load_costs
 from .text import Ending, TextStream
 
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
@@ -121,6 +123,7 @@ class Decoder:
             )
         adapted: Model = HFModel(model) if hasattr(model, "config") else model
         self.engine = engine_for(adapted, runtime, exact)
+        self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
         self.method = self.prepare(method or default_method(cpu=self._cpu), **settings)
@@ -140,7 +143,7 @@ class Decoder:
         By name, a method begins with settings that suit the device; given ready, it keeps its own.
         """
         if isinstance(method, str):
-            method = make(method, cpu=self._cpu, **settings)
+            method = make(method, cpu=self._cpu, costs=self.engine.costs, **settings)
         elif not isinstance(method, Method):
             raise InputError(f"method={method!r} must be a name or a method like outpace.Lookahead().")
         elif settings:
@@ -262,8 +265,9 @@ def load(
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
 
-    Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup. `runtime` says how steps are executed
-    (`outpace.RUNTIMES`). `exact` (CUDA) makes the text's logits the same, bit for bit, with every method.
+    Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup. `runtime` says how steps are executed:
+    "plain", "compiled", "graphs" (CUDA), or "auto". `exact` (CUDA) makes the text's logits the same, bit for bit, with
+    every method.
     """
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device)

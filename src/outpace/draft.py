@@ -116,6 +116,12 @@ class Tree:
             below = row
         return rows
 
+    def cut(self, rows: int) -> None:
+        """Take away the rows from `rows` on."""
+        for row in range(rows, len(self.tokens)):
+            del self._child[self.parents[row], self.tokens[row]]
+        del self.tokens[rows:], self.parents[rows:], self.sources[rows:]
+
     def draft(self, candidates: int | None = None) -> Draft:
         """The tree as it stands. Rows from `candidates` on become probes."""
         return Draft(
@@ -149,7 +155,7 @@ def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[float]]:
 def find_best(logits: torch.Tensor) -> torch.Tensor:
     """What `best_tokens` says, as one tensor [2, rows]: from a device it comes in one transfer.
 
-    Many threads take a maximum together, but one thread alone looks for its place. So find first the block that it is in.
+    Many threads take a maximum together, but one alone looks for its place. So find first the block that it is in.
     """
     size = _block(logits.shape[-1])
     blocks = logits.reshape(len(logits), -1, size)

@@ -35,7 +35,7 @@ class Rows:
     device: torch.device
 
     def __len__(self) -> int:
-        return self.numbers.shape[1]
+        return len(self.numbers[0])
 
     @cached_property
     def _on_device(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnknownNameError
+from ..runtime.costs import CostCurve
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, build
 from .draft_model import DraftModel
@@ -29,8 +30,8 @@ def default_method(*, cpu: bool) -> str:
     return "prompt-lookup" if cpu else "lookahead"
 
 
-def make(name: str, *, cpu: bool = False, **settings: object) -> Method:
-    """A method by name, with settings; those not given suit a GPU, or with `cpu` a CPU.
+def make(name: str, *, cpu: bool = False, costs: CostCurve | None = None, **settings: object) -> Method:
+    """A method by name, with settings. Those not given suit the measured costs; without, a GPU, or with `cpu` a CPU.
 
     >>> make("lookahead", window=7).window
     7
@@ -39,7 +40,13 @@ def make(name: str, *, cpu: bool = False, **settings: object) -> Method:
     """
     if name not in METHODS:
         raise UnknownNameError("method", name, METHODS)
-    return build(METHODS[name], {**(ON_CPU.get(name, {}) if cpu else {}), **settings})
+    method = METHODS[name]
+    if costs is not None:
+        sizes = sorted(method.sizes, key=lambda size: size.tokens / costs.price(size.rows))
+        suited = sizes[-1].settings if sizes else {}
+    else:
+        suited = ON_CPU.get(name, {}) if cpu else {}
+    return build(method, {**suited, **settings})
 
 
 __all__ = [

@@ -44,6 +44,15 @@ class Drafter(AbstractContextManager["Drafter"]):
 
 
 @dataclass(frozen=True)
+class Size:
+    """Settings of a method that go together, and what they came to on the embedded model (docs/log.md)."""
+
+    settings: dict[str, object]
+    rows: int  # rows a step
+    tokens: float  # tokens a step
+
+
+@dataclass(frozen=True)
 class Method:
     """A way to draft. Its fields are its settings.
 
@@ -54,6 +63,7 @@ class Method:
     name: ClassVar[str]
     about: ClassVar[str]
     lossless: ClassVar[bool] = True  # whether the text is the target's own
+    sizes: ClassVar[tuple[Size, ...]] = ()  # where the cost of a step decides between settings
 
     @property
     def branches(self) -> bool:

@@ -9,23 +9,24 @@ from ..draft import Draft, Scores, Verdict, chain
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
-from .base import Drafter, Method
+from .base import Drafter, Method, Size
 
 
 @dataclass(frozen=True)
 class Jacobi(Method):
     """Fixed-point iteration on the next `window` tokens (arXiv 2402.02057, Algorithm 1).
 
-    window: how many future tokens are guessed and corrected together.
+    window: how many future tokens are guessed and corrected together; 0 is plain decoding.
     """
 
     name = "jacobi"
     about = "corrects a block of guesses in parallel until it stands still"
+    sizes = (Size({"window": 16}, rows=17, tokens=1.05), Size({"window": 0}, rows=1, tokens=1.0))
 
     window: int = 16
 
     def __post_init__(self) -> None:
-        self.check(window=(1, 512))
+        self.check(window=(0, 512))
 
     @property
     def branches(self) -> bool:

@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
-from .base import Drafter, Method
+from .base import Drafter, Method, Size
 from .ngrams import History, NgramPool
 
 HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
@@ -31,6 +31,9 @@ HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their 
 @dataclass(frozen=True)
 class Lookahead(Method):
     """Lookahead Decoding.
+
+    Where the cost of a step by rows was measured (`outpace calibrate`), window, ngram and guesses are chosen by it
+    unless they are given, and a window of one column leaves only guesses that pay.
 
     window: W, how many future positions are guessed in parallel.
     ngram: N, the length of the collected n-grams.
@@ -47,6 +50,10 @@ class Lookahead(Method):
 
     name = "lookahead"
     about = "n-grams from the model's own guesses about the future"
+    sizes = (
+        Size({"window": 15, "ngram": 5, "guesses": 15}, rows=108, tokens=2.48),
+        Size({"window": 1, "ngram": 2, "guesses": 16}, rows=1, tokens=1.0),
+    )
 
     window: int = 15
     ngram: int = 5
@@ -100,7 +107,11 @@ class _Drafter(Drafter):
         """Guesses from the text, then from the pool, until there are as many rows as G whole n-grams have."""
         ngram = self.method.ngram - 1
         most = 1 + self.method.guesses * ngram
-        self.history.grow(tree, most, min(self.method.reach, room), "history", floor=HISTORY_FLOOR)
+        costs = self.engine.costs if self.method.window == 1 else None
+        price = costs.price if costs else None
+        self.history.grow(tree, most, min(self.method.reach, room), "history", floor=HISTORY_FLOOR, price=price)
+        if costs:
+            return
         for run in self.pool.continuations(self.sequence.tokens):
             if len(tree) >= most:
                 return

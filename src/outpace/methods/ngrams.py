@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..draft import Tree
 
@@ -61,10 +61,12 @@ class History:
         floor: float = 0.0,
         gate: float = 0.0,
         branching: bool = True,
+        price: Callable[[int], float] | None = None,
     ) -> None:
         """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
 
-        Nothing is added where not even the first guess has the chance `gate`.
+        Nothing is added where not even the first guess has the chance `gate`. Where the `price` of a step by its rows
+        is known, as many are added as give the most expected tokens for it: none, if that is best.
         """
         waiting: list[tuple[float, int, int, list[int]]] = []  # a heap: -chance, order, parent row, path with the guess
         order = 0
@@ -83,11 +85,20 @@ class History:
             consider(0, [], 1.0)
         if waiting and -waiting[0][0] < gate:
             return
+        expected, before = 1.0, len(tree)
+        best, best_rows = expected / price(before) if price else 0.0, before
         while waiting and len(tree) < rows:
             chance, _, parent, path = heapq.heappop(waiting)
             (row,) = tree.insert(path[-1:], source, below=parent)
             if len(path) < depth:
                 consider(row, path, -chance)
+            if price:
+                expected -= chance
+                worth = expected / price(len(tree))
+                if worth > best:
+                    best, best_rows = worth, len(tree)
+        if price:
+            tree.cut(best_rows)
 
 
 class NgramPool:

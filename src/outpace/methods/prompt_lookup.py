@@ -20,6 +20,7 @@ class PromptLookup(Method):
     rows: how many rows a draft may have.
     depth: how many tokens it may look ahead.
     gate: the least chance that the best guess must have; below it the draft is empty. Raise it where rows cost time.
+    priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
     tree: False for the likeliest chain alone.
     """
 
@@ -31,6 +32,7 @@ class PromptLookup(Method):
     depth: int = 16
     gate: float = 0.0
     tree: bool = True
+    priced: bool = True
 
     def __post_init__(self) -> None:
         self.check(longest=(1, 64), rows=(1, 1024), depth=(1, 512), gate=(0.0, 1.0))
@@ -53,8 +55,16 @@ class _Drafter(Drafter):
     def draft(self, room: int) -> Draft:
         method = self.method
         tree = Tree(self.sequence.tokens[-1])
-        depth = min(method.depth, room)
-        self.history.grow(tree, method.rows, depth, "lookup", gate=method.gate, branching=method.tree)
+        costs = self.engine.costs if method.priced else None
+        self.history.grow(
+            tree,
+            method.rows,
+            min(method.depth, room),
+            "lookup",
+            gate=0.0 if costs else method.gate,
+            branching=method.tree,
+            price=costs.price if costs else None,
+        )
         return tree.draft()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:

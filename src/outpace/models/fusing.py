@@ -65,9 +65,11 @@ class _Joined(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         memory = self.memory
-        if memory.states is not states or memory.product is None:
-            memory.states, memory.product = states, F.linear(states, self.weight, self.bias)
-        return memory.product
+        product = memory.product
+        if memory.states is not states or product is None:
+            product = F.linear(states, self.weight, self.bias)
+            memory.states, memory.product = states, product
+        return product
 
 
 class _Memory:
@@ -86,7 +88,7 @@ class _Part(nn.Module):
         self.last = last
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        part = self.joined(states)[..., self.start : self.stop]
+        part: torch.Tensor = self.joined(states)[..., self.start : self.stop]
         if self.last:
             self.joined.memory.states = self.joined.memory.product = None
         return part

@@ -132,9 +132,9 @@ class HFModel:
         scores = result.logits[0]
         return Output(scores[len(scores) - logits :], cast(torch.Tensor, left)[0])
 
-    def _masks(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _masks(self, rows: Rows) -> dict[str, torch.Tensor | SlotLists]:
         """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
-        masks = {}
+        masks: dict[str, torch.Tensor | SlotLists] = {}
         for kind in self._kinds:
             sees = rows.sees
             size = self._windows.get(kind)

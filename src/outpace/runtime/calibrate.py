@@ -6,11 +6,12 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
 import torch
-import transformers
 from platformdirs import user_cache_path
 
 from ..draft import Draft, chain
@@ -40,7 +41,7 @@ def about(engine: Engine) -> dict[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "runtime": engine.name,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }
 
 
@@ -97,7 +98,7 @@ def _segments(engine: Engine, text: Text, repeats: int) -> dict[str, float]:
         return {}  # a toy
     borders = sorted({layers * part // SEGMENTS for part in range(SEGMENTS + 1)})
     found = {}
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         times = []
         for _ in range(repeats + 1):
             rows = engine.pool.place(text, chain(text.tokens[-1], (), ""))

@@ -52,7 +52,9 @@ def _obstacle(model: Model) -> str | None:
         return f"the model is on {model.device.type}, and there is no CUDA there"
     major, minor = torch.cuda.get_device_capability(model.device)
     if major < 8:
-        return f"{torch.cuda.get_device_name(model.device)} has compute capability {major}.{minor}; 8.0 or later is needed"
+        return (
+            f"{torch.cuda.get_device_name(model.device)} has compute capability {major}.{minor}; 8.0 or later is needed"
+        )
     if not model.lists:
         return f"{model.name} has attention that slot lists cannot express"
     return None
@@ -65,8 +67,8 @@ def _exact_engine(model: Any, rows: int) -> GraphEngine:
     engine = GraphEngine(model, exact_rows=rows)
     if not engine.is_exact():
         raise UnsupportedModel(
-            f"{model.name} on {torch.cuda.get_device_name(model.device)}: a tree does not give the bits of single steps, "
-            "so exact mode would be a false promise here. Use exact=False."
+            f"{model.name}: on {torch.cuda.get_device_name(model.device)} a tree does not give the bits of single "
+            "steps, so exact mode would be a false promise. Use exact=False."
         )
     return engine
 

@@ -62,8 +62,14 @@ def load(folder: Path, about: dict[str, str]) -> CostCurve | None:
         stored = json.loads(_path(folder, about).read_text())
         if stored.pop("version") != VERSION or stored["about"] != about:
             return None
-        lists = {name: tuple(stored.pop(name)) for name in ("rows", "contexts")}
-        return CostCurve(**lists, seconds=tuple(map(tuple, stored.pop("seconds"))), **stored)
+        return CostCurve(
+            about,
+            tuple(stored["rows"]),
+            tuple(stored["contexts"]),
+            tuple(map(tuple, stored["seconds"])),
+            stored["segments"],
+            stored["drafting"],
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -1,8 +1,8 @@
 """The CUDA runtime: a step is a captured graph of compiled layers on rows in fixed places.
 
-Launching a step's thousand kernels from Python takes several times as long as the kernels. A graph launches them at once.
-It computes a fixed number of rows (a few sizes are kept; what is missing is filled up with rows that nobody sees) over a
-text up to a fixed length. All that a step needs goes over in one copy, and the best token of each row comes back in one.
+Launching a step's many kernels from Python takes several times as long as the kernels. A graph launches them at
+once. It computes a fixed number of rows (a few sizes are kept; what is missing is filled up with rows that nobody sees)
+over a text up to a fixed length. All that a step needs goes over in one copy, and the best tokens come back in one.
 
 In exact mode there is one size. A row then has the same bits whatever rows are beside it, so that the logits of an
 accepted guess are bit for bit those of plain decoding in the same mode.
@@ -25,7 +25,7 @@ from ..pool import Numbers, Pool, Rows, Sequence
 from .plain import Engine
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
-READING = 256  # rows of text at a time, in exact mode
+READING = 256  # rows of text at a time
 WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
 
@@ -123,20 +123,22 @@ class GraphEngine(Engine):
         return True
 
     def _read(self, sequence: Sequence, leave: int) -> None:
-        if not self.exact:
-            return super()._read(sequence, leave)
         while behind := len(sequence.tokens) - 1 - len(sequence.slots):
             rows = self.pool.place_text(sequence, min(behind, READING))
+            past = len(rows.text)
             self._make_storage(rows)
             self._update_text(sequence, rows)
-            self._graph(READING, len(rows.text)).run(rows.numbers, rows.tails(), len(rows.text))
+            if self.exact:
+                self._graph(READING, past).run(rows.numbers, rows.tails(), past)
+            elif self._replay(rows.numbers, rows.bits, past) is None:
+                self.model.forward(self.pool, rows, logits=0)
 
     def _replay(self, numbers: Numbers, tree: Callable[[], Numbers], past: int) -> Scores | None:
         """The rows' scores by a graph; None where there is none for so many."""
         while size := next((size for size in self.sizes if size >= numbers.shape[1]), 0):
             try:
                 return self._graph(size, past).run(numbers, tree(), past)
-            except _NoGraph as error:
+            except _NoGraph as error:  # noqa: PERF203 (at most once for each size)
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         return None
 
@@ -184,7 +186,7 @@ class GraphEngine(Engine):
             if self._compile:
                 self._compile = False
                 warnings.warn(
-                    f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, some 1.5 times as long.",
+                    f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, and slower.",
                     OutpaceWarning,
                     stacklevel=2,
                 )
@@ -193,7 +195,7 @@ class GraphEngine(Engine):
                 raise InputError(f"exact mode needs steps that a CUDA graph can capture: {reason}") from error
             self.sizes = []
             raise _NoGraph(
-                f"{self.model.name}: steps cannot be captured in a CUDA graph ({reason}). They run several times as long."
+                f"{self.model.name}: steps cannot be captured in a CUDA graph ({reason}). They run without, and slower."
             ) from error
 
 
@@ -232,7 +234,7 @@ class _Graph:
         self._alone = pool.scratch if exact else np.packbits(itself, axis=1, bitorder="little").view(np.int64)
         self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
         self._box = self._host.to(pool.device)
-        length, tokens, positions, slots, tree = self._box.split([1, size, size, size, size * width])
+        length, tokens, positions, slots, tree = torch.split(self._box, [1, size, size, size, size * width])
         lists = SlotLists(text, length, positions, slots, tree.view(size, width), span, exact)
         self.rows = FixedRows(tokens, positions, slots, lists)
         # Rows that come from the middle bring their hidden states.
@@ -247,7 +249,7 @@ class _Graph:
             return None
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode():
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # compiles, and chooses kernels

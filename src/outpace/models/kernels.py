@@ -1,0 +1,231 @@
+"""The Triton kernels of `attention`. Imported where there is a GPU (or Triton's interpreter).
+
+Names in capitals are known when a kernel is compiled. Scores are in powers of two, so that exp2 serves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scores(query, key, factor, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    scores = tl.dot(query, key, input_precision=PRECISION) * factor
+    if SOFTCAP > 0:
+        cap: tl.constexpr = SOFTCAP * 1.4426950408889634
+        ratio = tl.exp2(-2 * 1.4426950408889634 * tl.abs(scores / cap))
+        tanh = (1 - ratio) / (1 + ratio)
+        scores = tl.where(scores < 0, -tanh, tanh) * cap
+    return scores
+
+
+@triton.jit
+def _add(scores, value, sees, peak, weight, total, PRECISION: tl.constexpr):
+    """One block of keys more, in a running softmax."""
+    scores = tl.where(sees, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shares = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(peak - base)
+    weight = weight * fade + tl.sum(shares, 1)
+    total = total * fade[:, None]
+    total = tl.dot(shares.to(value.dtype), value, total, input_precision=PRECISION)
+    return higher, weight, total
+
+
+@triton.jit
+def _both(peak, weight, total, other_peak, other_weight, other_total):
+    """Two softmaxes over different keys as one."""
+    higher = tl.maximum(peak, other_peak)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    mine, other = tl.exp2(peak - base), tl.exp2(other_peak - base)
+    return higher, weight * mine + other_weight * other, total * mine[:, None] + other_total * other[:, None]
+
+
+@triton.jit
+def part(
+    query, keys, values, text, length, positions, slots, tree, tree_row, sums, peaks,
+    query_head, query_row, key_head, key_slot, value_head, value_slot,
+    rows, heads, splits, text_splits, factor,
+    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    UNITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows over one split: of the text, or (from `text_splits` on) of the rows themselves."""
+    unit, split = tl.program_id(1), tl.program_id(2)
+    past = tl.load(length)
+    among = split >= text_splits
+    if among:
+        start = ((split - text_splits) * SPLIT).to(tl.int64)
+        stop = tl.minimum(rows, start + SPLIT)
+    else:
+        start = (split * SPLIT).to(tl.int64)
+        if EXACT:
+            past = past // BLOCK * BLOCK
+        stop = tl.minimum(past, start + SPLIT)
+    if start >= stop:
+        return
+    place = tl.arange(0, TILE)
+    row = tl.program_id(0) * (TILE // GROUP) + place // GROUP
+    within = unit % UNITS * GROUP + place % GROUP
+    real = (row < rows) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
+    head = unit // UNITS * GROUPS + within
+    part = tl.arange(0, PADDED)
+    q = tl.load(
+        query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
+        mask=real[:, None] & (part < SIZE)[None, :],
+        other=0.0,
+    )
+    at = tl.load(positions + row, mask=real, other=0)
+    if WINDOW > 0:  # noqa: SIM102 (this one is decided at compilation)
+        if not among:
+            first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
+            start = tl.maximum(start, first // BLOCK * BLOCK)
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, PADDED], tl.float32)
+    key_base = keys + unit // UNITS * key_head
+    value_base = values + unit // UNITS * value_head
+    for block in range(start, stop, BLOCK):
+        index = block + tl.arange(0, BLOCK)
+        there = index < stop
+        slot = tl.load((slots if among else text) + index, mask=there, other=0)
+        key = tl.load(
+            key_base + slot[None, :] * key_slot + part[:, None],
+            mask=(part < SIZE)[:, None] & there[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            value_base + slot[:, None] * value_slot + part[None, :],
+            mask=there[:, None] & (part < SIZE)[None, :],
+            other=0.0,
+        )
+        scores = _scores(q, key, factor, SOFTCAP, PRECISION)
+        sees = real[:, None] & there[None, :]
+        position = index
+        if among:
+            word = tl.load(tree + row * tree_row + block // 64, mask=real, other=0)
+            sees = sees & (((word[:, None] >> (index % 64)[None, :]) & 1) != 0)
+            if WINDOW > 0:
+                position = tl.load(positions + index, mask=there, other=0)
+        if WINDOW > 0:
+            sees = sees & (at[:, None] - position[None, :] < WINDOW)
+        peak, weight, total = _add(scores, value, sees, peak, weight, total, PRECISION)
+    stored = (split * rows + row) * heads + head
+    tl.store(peaks + stored, peak, mask=real)
+    tl.store(peaks + splits * rows * heads + stored, weight, mask=real)
+    tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=real[:, None] & (part < SIZE)[None, :])
+
+
+@triton.jit
+def merge(
+    length, sums, peaks, mixed, rows, heads, splits, text_splits,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row and head: all its splits as one softmax."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    used = (tl.load(length) + SPLIT - 1) // SPLIT
+    part = tl.arange(0, PADDED)
+    peak = float("-inf")
+    weight = 0.0
+    total = tl.zeros([PADDED], tl.float32)
+    for chunk in range(0, used + splits - text_splits, CHUNK):
+        index = chunk + tl.arange(0, CHUNK)
+        there = index < used + splits - text_splits
+        split = tl.where(index < used, index, index - used + text_splits)
+        stored = (split * rows + row) * heads + head
+        peaks_here = tl.load(peaks + stored, mask=there, other=float("-inf"))
+        weights = tl.load(peaks + splits * rows * heads + stored, mask=there, other=0.0)
+        totals = tl.load(
+            sums + stored[:, None] * SIZE + part[None, :], mask=there[:, None] & (part < SIZE)[None, :], other=0.0
+        )
+        higher = tl.maximum(peak, tl.max(peaks_here))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade, shares = tl.exp2(peak - base), tl.exp2(peaks_here - base)
+        weight = weight * fade + tl.sum(weights * shares)
+        total = total * fade + tl.sum(totals * shares[:, None], 0)
+        peak = higher
+    tl.store(mixed + (row * heads + head) * SIZE + part, total / weight, mask=part < SIZE)
+
+
+@triton.jit
+def finish(
+    query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
+    query_head, query_row, key_head, key_slot, value_head, value_slot,
+    rows, heads, splits, factor,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Exact: one row, the splits before it, then the blocks from the text's last border to the row itself."""
+    row, unit = tl.program_id(0), tl.program_id(1)
+    place = tl.arange(0, TILE)
+    within = unit % UNITS * GROUP + place
+    real = (place < GROUP) & (within < GROUPS)
+    head = unit // UNITS * GROUPS + within
+    part = tl.arange(0, PADDED)
+    inside = real[:, None] & (part < SIZE)[None, :]
+    q = tl.load(query + head[:, None] * query_head + row * query_row + part[None, :], mask=inside, other=0.0)
+    at = tl.load(positions + row)
+    past = tl.load(length)
+    border = past // BLOCK * BLOCK
+    last = border // SPLIT  # the split that the border is in
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, PADDED], tl.float32)
+    for chunk in range(0, last, CHUNK):
+        split = chunk + tl.arange(0, CHUNK)
+        stored = (split[:, None] * rows + row) * heads + head[None, :]
+        there = (split < last)[:, None] & real[None, :]
+        peaks_here = tl.load(peaks + stored, mask=there, other=float("-inf"))
+        weights = tl.load(peaks + splits * rows * heads + stored, mask=there, other=0.0)
+        totals = tl.load(
+            sums + stored[:, :, None] * SIZE + part[None, None, :],
+            mask=there[:, :, None] & (part < SIZE)[None, None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(peak, tl.max(peaks_here, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade, shares = tl.exp2(peak - base), tl.exp2(peaks_here - base[None, :])
+        weight = weight * fade + tl.sum(weights * shares, 0)
+        total = total * fade[:, None] + tl.sum(totals * shares[:, :, None], 0)
+        peak = higher
+    # The open split: what `part` left of it, then block by block.
+    stored = (last * rows + row) * heads + head
+    begun = real & (last * SPLIT < border)
+    open_peak = tl.load(peaks + stored, mask=begun, other=float("-inf"))
+    open_weight = tl.load(peaks + splits * rows * heads + stored, mask=begun, other=0.0)
+    open_total = tl.load(
+        sums + stored[:, None] * SIZE + part[None, :], mask=begun[:, None] & (part < SIZE)[None, :], other=0.0
+    )
+    key_base = keys + unit // UNITS * key_head
+    value_base = values + unit // UNITS * value_head
+    for block in range(border, at + 1, BLOCK):
+        if (block % SPLIT == 0) & (block > border):
+            peak, weight, total = _both(peak, weight, total, open_peak, open_weight, open_total)
+            open_peak = tl.full([TILE], float("-inf"), tl.float32)
+            open_weight = tl.zeros([TILE], tl.float32)
+            open_total = tl.zeros([TILE, PADDED], tl.float32)
+        position = block + tl.arange(0, BLOCK)
+        there = position <= at
+        slot = tl.load(text + position, mask=position < past, other=0)
+        slot += tl.load(tree + row * tree_row + position - past, mask=there & (position >= past), other=0)
+        key = tl.load(
+            key_base + slot[None, :] * key_slot + part[:, None],
+            mask=(part < SIZE)[:, None] & there[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            value_base + slot[:, None] * value_slot + part[None, :],
+            mask=there[:, None] & (part < SIZE)[None, :],
+            other=0.0,
+        )
+        scores = _scores(q, key, factor, SOFTCAP, PRECISION)
+        sees = real[:, None] & there[None, :]
+        if WINDOW > 0:
+            sees = sees & (at - position[None, :] < WINDOW)
+        open_peak, open_weight, open_total = _add(scores, value, sees, open_peak, open_weight, open_total, PRECISION)
+    peak, weight, total = _both(peak, weight, total, open_peak, open_weight, open_total)
+    total = total / tl.where(real, weight, 1.0)[:, None]
+    tl.store(mixed + (row * heads + head[:, None]) * SIZE + part[None, :], total, mask=inside)
