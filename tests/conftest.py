@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import settings
+
+from outpace.runtime import calibrate
 
 settings.register_profile("outpace", deadline=None, derandomize=True)
 settings.load_profile("outpace")
@@ -90,3 +93,9 @@ def build(name: str, options: dict[str, Any], seed: int, dtype: torch.dtype) -> 
 @pytest.fixture(autouse=True)
 def _quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def _no_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was calibrated on this machine must not decide what tests do."""
+    monkeypatch.setattr(calibrate, "folder", lambda: tmp_path / "costs")

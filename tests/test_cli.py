@@ -22,6 +22,7 @@ from outpace import Decoder, Sampling, board, cli, decoder, load, race
 from outpace.draft import Step
 from outpace.methods import ON_CPU, make
 from outpace.models import bundled
+from outpace.runtime import calibrate
 
 KEYS = [
     *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "tokens_per_step", "seconds"),
@@ -139,17 +140,16 @@ class TestGenerate:
     def test_settings_are_read_by_type(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 
-        def note(model: str, method: Any, *rest: object) -> Decoder:
-            seen.append(method)
-            return load(model, method=method, device="cpu")
+        def note(model: str, *rest: object) -> Decoder:
+            seen.append(load(model, device="cpu"))
+            return seen[0]
 
         monkeypatch.setattr(cli, "_load", note)
         settings = ("window=3", "ngram=4", "prompt_pool=false", "verify_window=True", "shift=token")
         result = generate(folder, "--max-new-tokens", 2, *(word for item in settings for word in ("--set", item)))
         assert result.exit_code == 0
-        assert seen == [
-            make("lookahead", cpu=True, window=3, ngram=4, prompt_pool=False, verify_window=True, shift="token")
-        ]
+        wanted = {"window": 3, "ngram": 4, "prompt_pool": False, "verify_window": True, "shift": "token"}
+        assert seen[0].method == make("lookahead", cpu=True, **wanted)
 
     def test_defaults_are_those_of_the_library(self) -> None:
         defaults = {name: parameter.default for name, parameter in inspect.signature(cli.generate).parameters.items()}
@@ -368,3 +368,30 @@ class TestHelp:
         result = outpace("generate", "hi", "--colour")
         assert result.exit_code == 2
         assert result.stdout == ""
+
+
+class TestCalibrate:
+    def test_measures_keeps_and_draws(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calibrate, "ROWS", (1, 2))
+        result = outpace("calibrate", "--model", folder, "--device", "cpu", "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert Path(found["file"]).is_file()
+        assert found["about"]["runtime"] == "plain"
+        assert load(str(folder), device="cpu").engine.costs is not None
+        shown = outpace("calibrate", "--model", folder, "--device", "cpu")
+        assert "one row = 1" in shown.stdout
+        assert "prompt-lookup: as many rows as pay" in shown.stdout
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--plot", "curve.doc"), "must end in .png or .svg"),
+            (("--runtime", "graphs"), "runtime='graphs' cannot be used"),
+            (("--runtime", "grahps"), "Did you mean 'graphs'"),
+        ],
+    )
+    def test_mistakes(self, folder: Path, options: tuple[str, ...], words: str) -> None:
+        result = outpace("calibrate", "--model", folder, "--device", "cpu", *options)
+        assert result.exit_code == 2
+        assert words in result.stderr

@@ -191,7 +191,7 @@ def test_memory_is_flat_over_a_long_text() -> None:
         overhang.append(pool.used - pool.held)
         assert step.tokens
     assert len(set(sizes)) <= 3  # 512, 1024, 2048 slots
-    assert sizes[-1] == 4 * sizes[0]
+    assert sizes[-1] == sizes[0] // 513 * 2049  # the slots, and one for scratch
     assert max(overhang) < 32  # holes that rejected rows leave are filled by the next ones
     again = [decoder.engine.pool.bytes for _ in decoder.stream([1, 2, 3], max_new_tokens=2000)]
     assert set(again) == {sizes[-1]}

@@ -214,9 +214,10 @@ class Picker:
 
 def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the fewest best tokens whose probabilities reach `top_p`."""
-    best, order = scores.sort(descending=True)
-    mass = best.softmax(-1).cumsum(-1)
-    kept = int((mass < top_p).sum()) + 1
+    best, order = scores.sort(descending=True, stable=True)
+    # Whole numbers add up to the same in any order; on a GPU the sum of fractions differs from run to run.
+    mass = (best.softmax(-1, dtype=torch.float64) * 2**52).long().cumsum(-1)
+    kept = int((mass < top_p * 2**52).sum()) + 1
     cut = torch.full_like(scores, -math.inf)
     return cut.scatter(0, order[:kept], best[:kept])
 

@@ -16,8 +16,9 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-# The methods' own settings are for GPUs, where rows are nearly free. On a CPU rows cost time: a 135M model in float32
-# on two cores takes up to eight rows in about twice the time of one, and then ever longer.
+# Where costs were not measured. Rows are nearly free on a large GPU, but a hundred of them cost a fifth of a step. On
+# a CPU they cost time at once: a 135M model in float32 on two cores takes eight rows in about twice the time of one.
+ON_GPU: dict[str, dict[str, object]] = {"lookahead": {"window": 7, "ngram": 4, "guesses": 7}}
 ON_CPU: dict[str, dict[str, object]] = {
     "jacobi": {"window": 7},
     "prompt-lookup": {"rows": 8, "gate": 0.2},
@@ -45,13 +46,14 @@ def make(name: str, *, cpu: bool = False, costs: CostCurve | None = None, **sett
         sizes = sorted(method.sizes, key=lambda size: size.tokens / costs.price(size.rows))
         suited = sizes[-1].settings if sizes else {}
     else:
-        suited = ON_CPU.get(name, {}) if cpu else {}
+        suited = (ON_CPU if cpu else ON_GPU).get(name, {})
     return build(method, {**suited, **settings})
 
 
 __all__ = [
     "METHODS",
     "ON_CPU",
+    "ON_GPU",
     "Autoregressive",
     "DraftModel",
     "Drafter",

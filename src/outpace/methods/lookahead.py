@@ -51,7 +51,9 @@ class Lookahead(Method):
     name = "lookahead"
     about = "n-grams from the model's own guesses about the future"
     sizes = (
-        Size({"window": 15, "ngram": 5, "guesses": 15}, rows=108, tokens=2.48),
+        Size({"window": 15, "ngram": 5, "guesses": 15}, rows=108, tokens=2.49),
+        Size({"window": 7, "ngram": 4, "guesses": 7}, rows=42, tokens=2.27),
+        Size({"window": 4, "ngram": 3, "guesses": 4}, rows=16, tokens=1.95),
         Size({"window": 1, "ngram": 2, "guesses": 16}, rows=1, tokens=1.0),
     )
 

@@ -47,7 +47,7 @@ def about(engine: Engine) -> dict[str, str]:
 
 def measure(
     engine: Engine,
-    rows: Sequence[int] = ROWS,
+    rows: Sequence[int] = (),
     contexts: Sequence[int] = CONTEXTS,
     repeats: int = REPEATS,
     done: Callable[[float], None] = lambda share: None,
@@ -56,6 +56,7 @@ def measure(
 
     The rounds go over all numbers of rows in turn, so that a disturbance does not fall on one of them.
     """
+    rows = rows or ROWS
     contexts = [length for length in contexts if length + max(rows) < engine.model.context] or [1]
     seconds = []
     segments: dict[str, float] = {}

@@ -28,6 +28,7 @@ SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be 
 READING = 256  # rows of text at a time
 WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
+PRIME = 11
 
 
 class GraphEngine(Engine):
@@ -130,8 +131,8 @@ class GraphEngine(Engine):
             self._update_text(sequence, rows)
             if self.exact:
                 self._graph(READING, past).run(rows.numbers, rows.tails(), past)
-            elif self._replay(rows.numbers, rows.bits, past) is None:
-                self.model.forward(self.pool, rows, logits=0)
+            elif not self._graphs or self._replay(rows.numbers, rows.bits, past) is None:
+                self.model.forward(self.pool, rows, logits=0)  # the first text does not wait for a graph to read it
 
     def _replay(self, numbers: Numbers, tree: Callable[[], Numbers], past: int) -> Scores | None:
         """The rows' scores by a graph; None where there is none for so many."""
@@ -169,8 +170,11 @@ class GraphEngine(Engine):
         return graph
 
     def _capture(self, size: int, span: int, layers: tuple[int, int]) -> _Graph:
-        graph = _Graph(self.model, self.pool, self._text, size, span, layers, self._compile, self.exact)
         try:
+            if self._compile and not self._graphs:
+                # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
+                _Graph(self.model, self.pool, self._text, PRIME, span, layers, True, self.exact).warm_up()
+            graph = _Graph(self.model, self.pool, self._text, size, span, layers, self._compile, self.exact)
             self._memory = graph.capture(self._memory)
             return graph
         except torch.OutOfMemoryError as error:
@@ -223,7 +227,7 @@ class _Graph:
         self.compiled = compiled
         self.size = size
         self.on_gpu = pool.device.type == "cuda"
-        width = WIDTH if exact else -(-size // 64)
+        width = WIDTH if exact else max(2, -(-size // 64))  # a width of 1 would be compiled apart
         self._host = torch.zeros(1 + 3 * size + size * width, dtype=torch.long, pin_memory=self.on_gpu)
         numbers = self._host.numpy()
         self._past: Numbers = numbers[:1]
@@ -248,17 +252,24 @@ class _Graph:
         if not self.on_gpu:
             return None
         graph = torch.cuda.CUDAGraph()
+        self.warm_up()
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=memory):
+            self._step()
+        self._graph = graph
+        return graph.pool()
+
+    def warm_up(self) -> None:
+        """Compile, and let libraries choose their kernels, on a stream of its own as captures want it."""
         with torch.inference_mode():
+            if not self.on_gpu:
+                self._step()
+                return
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles, and chooses kernels
+                for _ in range(2):
                     self._step()
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=memory):
-                self._step()
-        self._graph = graph
-        return graph.pool()
 
     def _step(self) -> None:
         whole = self.stop == self.model.layers

@@ -1,0 +1,101 @@
+"""The cost curve: measured, kept, and followed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup
+from outpace.bench.calibration import calibrate
+from outpace.draft import Tree
+from outpace.errors import InputError
+from outpace.methods import make
+from outpace.methods.ngrams import History
+from outpace.models.hf import HFModel
+from outpace.runtime.calibrate import about, measure
+from outpace.runtime.costs import load
+from outpace.runtime.plain import Engine
+
+from .conftest import tiny
+
+STEEP = CostCurve({}, (1, 2, 128), (100,), ((1.0, 2.0, 20.0),))  # as on a small CPU
+FLAT = CostCurve({}, (1, 128), (100, 1000), ((1.0, 1.04), (1.1, 1.2)))  # as on a large GPU
+
+
+def test_between_the_points_it_is_straight() -> None:
+    assert STEEP.step(2) == 2
+    assert STEEP.price(65) == pytest.approx(11)
+    assert STEEP.price(254) == pytest.approx(38)  # beyond the last point too
+    assert FLAT.step(128, 550) == pytest.approx(1.12)
+    assert FLAT.step(1, 5000) == pytest.approx(1.1)  # a longer text than was measured
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 30))
+def test_a_draft_is_worth_its_price(text: list[int], rows: int) -> None:
+    """No beginning of the full tree would give more expected tokens for its price."""
+    history = History(3)
+    history.extend(text)
+    whole, priced = Tree(text[-1]), Tree(text[-1])
+    history.grow(whole, rows, 6, "")
+    history.grow(priced, rows, 6, "", price=FLAT.price)
+    assert whole.tokens[: len(priced)] == priced.tokens
+    assert whole.parents[: len(priced)] == priced.parents
+    nothing = Tree(text[-1])
+    history.grow(nothing, rows, 6, "", price=lambda count: 100.0 * count)
+    assert len(nothing) == 1
+    everything = Tree(text[-1])
+    history.grow(everything, rows, 6, "", price=lambda count: 1.0)
+    assert everything.tokens == whole.tokens
+
+
+def test_methods_are_sized_by_the_curve() -> None:
+    assert make("jacobi", costs=STEEP) == Jacobi(window=0)
+    assert make("jacobi", costs=FLAT) == Jacobi(window=16)
+    assert make("lookahead", costs=STEEP) == Lookahead(window=1, ngram=2, guesses=16)
+    assert make("lookahead", costs=FLAT) == Lookahead(window=15, ngram=5, guesses=15)
+    assert make("lookahead", costs=STEEP, window=5).window == 5  # what is given stays
+
+
+@pytest.mark.parametrize("method", [Jacobi(window=0), PromptLookup(), Lookahead(window=1, ngram=2, guesses=16)])
+@pytest.mark.parametrize("curve", [STEEP, FLAT])
+def test_sized_methods_write_the_same_text(method: object, curve: CostCurve) -> None:
+    decoder = Decoder(tiny("Llama"))
+    prompt = [5, 9, 5, 9, 7, 3] * 4
+    expected = decoder.generate(prompt, method="autoregressive", max_new_tokens=30).token_ids
+    decoder.engine.costs = curve
+    assert decoder.generate(prompt, method=method, max_new_tokens=30).token_ids == expected
+
+
+def test_a_curve_is_kept_for_its_model_and_machine(tmp_path: Path) -> None:
+    engine = Engine(HFModel(tiny("Llama")))
+    curve = measure(engine, rows=(1, 2, 4), contexts=(8, 20), repeats=1)
+    assert engine.pool.held == 0
+    assert all(cost > 0 for costs in curve.seconds for cost in costs)
+    assert list(curve.segments) == ["0-0", "1-1", "2-2", "3-3"]
+    path = curve.save(tmp_path)
+    assert load(tmp_path, about(engine)) == curve
+    assert load(tmp_path, {**about(engine), "dtype": "bfloat16"}) is None
+    path.write_text(path.read_text()[:40])
+    assert load(tmp_path, about(engine)) is None
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="could not be written"):
+        replace(FLAT, about={"model": "m"}).save(tmp_path / "file")
+
+
+def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.bench.calibration.measure", lambda engine, done: FLAT)
+    decoder = Decoder(tiny("Llama"))
+    shares: list[float] = []
+    curve = calibrate(decoder, shares.append)
+    assert decoder.engine.costs == curve
+    assert set(curve.drafting) == {"jacobi", "prompt-lookup", "lookahead"}
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert decoder.prepare("lookahead") == Lookahead(window=15, ngram=5, guesses=15)

@@ -1,0 +1,208 @@
+"""Runtimes: whatever executes the rows, the text is plain decoding's. Steps run uncaptured here, as there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace import Autoregressive, Decoder, Jacobi, Lookahead, OutpaceWarning, PromptLookup, Sampling
+from outpace.draft import Draft, chain
+from outpace.errors import InputError, UnknownNameError
+from outpace.models.adapter import FixedRows
+from outpace.models.hf import HFModel
+from outpace.pool import Pool
+from outpace.runtime import graphs
+from outpace.runtime.choose import engine_for
+from outpace.runtime.graphs import GraphEngine
+
+from .conftest import ARCHITECTURES, VOCABULARY, tiny
+
+METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=2, ngram=3, guesses=2))
+BY_LISTS = [name for name in ARCHITECTURES if name not in ("GPTJ", "GptOss", "Falcon", "StableLm")]
+PROMPT = [5, 9, 5, 9, 7, 3] * 4
+
+
+def decoder_on(engine: GraphEngine, model: Any) -> Decoder:
+    decoder = Decoder(model)
+    decoder.engine = engine
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("name", "exact_rows"), [*((name, 0) for name in BY_LISTS), ("Llama", 8), ("Gemma3Text", 8), ("GPT2", 8)]
+)
+def test_fixed_rows_write_plain_decodings_text(name: str, exact_rows: int) -> None:
+    model = tiny(name)
+    adapted = HFModel(model)
+    assert adapted.lists
+    decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=16), model)
+    for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=3)):
+        expected = Decoder(model).generate(PROMPT, method=Autoregressive(), sampling=sampling, max_new_tokens=20)
+        for method in (Autoregressive(), *METHODS):
+            found = decoder.generate(PROMPT, method=method, sampling=sampling, max_new_tokens=20)
+            assert found.token_ids == expected.token_ids
+    assert decoder.engine.pool.held == 0
+
+
+def test_models_that_lists_cannot_express_say_so() -> None:
+    assert not HFModel(tiny("GptOss")).lists  # attention sinks
+    assert not HFModel(tiny("Llama", dtype=torch.float64)).lists
+
+
+def test_sequences_take_turns() -> None:
+    """The device holds one sequence's list of slots; another one's step must not leave it stale."""
+    model = tiny("Llama")
+    engine = GraphEngine(HFModel(model), compiled=False)
+    alone = Decoder(model).generate(PROMPT, max_new_tokens=12).token_ids
+    decoder = decoder_on(engine, model)
+    first, second = (decoder.stream(PROMPT, method=method, max_new_tokens=12) for method in METHODS[1:3])
+    texts: list[list[int]] = [[], []]
+    for _ in range(12):
+        for text, stream in zip(texts, (first, second), strict=True):
+            text += getattr(next(stream, None), "tokens", ())
+    assert texts == [alone, alone]
+
+
+@given(st.data())
+def test_lists_and_bits_say_what_the_mask_says(data: Any) -> None:
+    rows = data.draw(st.integers(1, 70))
+    parents = [-1, *(data.draw(st.integers(0, row - 1)) for row in range(1, rows))]
+    pool = Pool(capacity=8)
+    with pool.sequence(range(data.draw(st.integers(1, 9)))) as sequence:
+        placed = pool.place(sequence, Draft((0,) * rows, tuple(parents), rows, ("",) * rows))
+        tails, bits = placed.tails(), placed.bits()
+        for row in range(len(placed)):
+            seen = placed.among[row].nonzero()[0]
+            assert tails[row, : len(seen)].tolist() == placed.numbers[2][seen].tolist()
+            assert [
+                other for other in range(len(placed)) if bits[row, other // 64] >> (other % 64) & 1
+            ] == seen.tolist()
+
+
+def test_segments_make_a_whole() -> None:
+    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False)
+    with engine.pool.sequence([3, 1, 4, 1, 5]) as sequence:
+        whole = engine.score(sequence, chain(5, [9, 2], "")).logits.clone()
+        engine.pool.free(sequence.drafted)
+        sequence.drafted = []
+        rows = engine.pool.place(sequence, chain(5, [9, 2], ""))
+        middle = engine.climb(sequence, rows, 0, 0, 3).hidden.clone()
+        assert torch.equal(engine.climb(sequence, rows, 3, 3, None, middle).logits, whole)
+
+
+def test_exact_mode_checks_itself() -> None:
+    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8)
+    right = engine.model.forward
+
+    def wrong(pool: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+        output = right(pool, rows, *args, **kwargs)
+        if isinstance(rows, FixedRows):  # what is beside a row changes it a little
+            output = output._replace(logits=output.logits + 1e-5 * rows.lists.tree.float().std())
+        return output
+
+    engine.model.forward = wrong  # type: ignore[method-assign]
+    assert not engine.is_exact()
+
+
+def test_layers_of_a_kind_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo
+
+    compile_for_real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile_for_real(*args, **kwargs, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny("Qwen3")
+    adapted = HFModel(model)
+    adapted.fuse()
+    try:
+        decoder = decoder_on(GraphEngine(adapted), model)
+        expected = Decoder(model).generate(PROMPT, method=Autoregressive(), max_new_tokens=16).token_ids
+        for method in METHODS:
+            assert decoder.generate(PROMPT, method=method, max_new_tokens=16).token_ids == expected
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+    finally:
+        adapted.unfuse()
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_compiled_layers_write_the_same_text(name: str) -> None:
+    model = tiny(name)
+    decoder = Decoder(model, runtime="compiled")
+    expected = Decoder(model).generate(PROMPT, method=Autoregressive(), max_new_tokens=16).token_ids
+    for method in (Autoregressive(), *METHODS):
+        assert decoder.generate(PROMPT, method=method, max_new_tokens=16).token_ids == expected
+
+
+def test_joined_weights_are_the_models_own_and_come_apart_again() -> None:
+    model = tiny("Qwen2", seed=4)  # with biases
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    ids = torch.tensor([PROMPT])
+    logits = model(ids).logits
+    adapted = HFModel(model)
+    text = Decoder(model).generate(PROMPT, max_new_tokens=12).token_ids
+    assert adapted.fuse() == 3 * model.config.num_hidden_layers
+    assert adapted.fuse() == 3 * model.config.num_hidden_layers  # nothing is left to join
+    attention = model.model.layers[0].self_attn
+    storage = attention.q_proj.weight.untyped_storage().data_ptr()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == storage
+    engine = GraphEngine(adapted, compiled=False)
+    assert decoder_on(engine, model).generate(PROMPT, max_new_tokens=12).token_ids == text
+    assert torch.equal(model(ids).logits, logits)
+    adapted.unfuse()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() != storage
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"runtime": "grafs"}, UnknownNameError, "Did you mean 'graphs'"),
+        ({"runtime": "graphs"}, InputError, "the model is on cpu"),
+        ({"exact": True}, InputError, "exact mode needs CUDA graphs"),
+        ({"exact": True, "runtime": "plain"}, InputError, "needs runtime='graphs'"),
+    ],
+)
+def test_what_a_machine_cannot_do_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        engine_for(HFModel(tiny("Llama")), **options)
+
+
+def test_a_model_that_cannot_be_captured_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, memory: Any) -> None:
+        raise RuntimeError("no capture today\nand more lines")
+
+    monkeypatch.setattr(graphs._Graph, "capture", fail)
+    model = tiny("Llama")
+    adapted = HFModel(model)
+    decoder = decoder_on(GraphEngine(adapted), model)
+    with pytest.warns(OutpaceWarning) as warned:
+        text = decoder.generate(PROMPT, method=Lookahead(), max_new_tokens=12).token_ids
+    assert [str(warning.message).partition(" (no")[0] for warning in warned] == [
+        f"{adapted.name}: layers cannot be compiled",
+        f"{adapted.name}: steps cannot be captured in a CUDA graph",
+    ]
+    assert text == Decoder(model).generate(PROMPT, max_new_tokens=12).token_ids
+
+
+def test_without_memory_for_large_graphs_small_ones_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(self: Any, memory: Any) -> None:
+        if self.size > 16:
+            raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(graphs._Graph, "capture", scarce)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    model = tiny("Llama")
+    engine = GraphEngine(HFModel(model), compiled=False)
+    with pytest.warns(OutpaceWarning, match=r"No memory for a graph of \d+ rows over 1024 tokens; 1 of 1024 MiB"):
+        text = decoder_on(engine, model).generate(PROMPT, method=Lookahead(), max_new_tokens=12).token_ids
+    assert engine.sizes == [2, 8, 16, 32]  # 64 was tried, so what is larger is not
+    assert text == Decoder(model).generate(PROMPT, max_new_tokens=12).token_ids
+    assert all(0 <= token < VOCABULARY for token in text)
