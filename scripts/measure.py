@@ -31,6 +31,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace.bench.calibration import calibrate
 from outpace.bench.prompts import PROMPTS
 from outpace.models import bundled
 from outpace.models.loading import load
@@ -75,16 +76,22 @@ CLOCK: dict[str, Method] = {
     "lookahead (15, 5, 15)": Lookahead(),
 }
 
+SIZED = ("jacobi", "prompt-lookup", "lookahead")  # by a cost curve measured first
+
 _decoder: Decoder
 _model: Any
 
 
-def open_model(name: str, dtype: str, device: str, threads: int) -> None:
+def open_model(name: str, dtype: str, device: str, threads: int, runtime: str, sized: bool) -> None:
     """Load the model once in each worker."""
     global _decoder, _model
     torch.set_num_threads(threads)
     _model, tokenizer = load(name, dtype, device)
-    _decoder = Decoder(_model, tokenizer)
+    _decoder = Decoder(_model, tokenizer, runtime=runtime)
+    _decoder.engine.costs = None
+    if sized:
+        curve = calibrate(_decoder)
+        print("rows: ms a step", {n: round(curve.step(n) * 1000, 1) for n in curve.rows}, flush=True)
 
 
 @functools.cache
@@ -165,7 +172,11 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     tokens = len(transformers_generate(prompt))
     seconds["transformers generate"] = (time.perf_counter() - start) / tokens
-    for name, method in {"plain": PLAIN, **{name: CLOCK[name] for name in named(CLOCK, unit["only"])}}.items():
+    if unit["sized"]:
+        chosen = {f"{name}, sized": _decoder.prepare(name) for name in SIZED}
+    else:
+        chosen = {name: CLOCK[name] for name in named(CLOCK, unit["only"])}
+    for name, method in {"plain": PLAIN, **chosen}.items():
         with forward_time() as forwards:
             start = time.perf_counter()
             steps = list(_decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS))
@@ -199,7 +210,7 @@ def spec_bench(path: Path, each: int) -> list[dict[str, Any]]:
 
 
 def key(unit: dict[str, Any]) -> str:
-    names = ("model", "dtype", "prompt", "seed", "method", "question", "repeat", "only")
+    names = ("model", "dtype", "prompt", "seed", "method", "question", "repeat", "only", "sized", "runtime")
     return json.dumps([unit.get(name) for name in names])
 
 
@@ -220,7 +231,14 @@ def run(units: list[dict[str, Any]], work: Callable[..., Any], arguments: argpar
     done = read(path)
     finished = {key(row) for row in done}
     left = [unit for unit in units if key(unit) not in finished]
-    setup = (arguments.model, arguments.dtype, arguments.device, arguments.threads)
+    setup = (
+        arguments.model,
+        arguments.dtype,
+        arguments.device,
+        arguments.threads,
+        arguments.runtime,
+        arguments.sized,
+    )
     context = multiprocessing.get_context("spawn")
     with (
         path.open("a") as file,
@@ -304,6 +322,8 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--runtime", default="plain", help="how steps are executed")
+    parser.add_argument("--sized", action="store_true", help="clock: measure the cost curve and size methods by it")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="threads of one worker")
     arguments = parser.parse_args()
@@ -323,7 +343,13 @@ def main() -> None:
         table = steps_table(run(units, steps_unit, arguments))
     else:
         units = [
-            {"prompt": index, "repeat": repeat, "only": arguments.only}
+            {
+                "prompt": index,
+                "repeat": repeat,
+                "only": arguments.only,
+                "sized": arguments.sized,
+                "runtime": arguments.runtime,
+            }
             for repeat in range(arguments.repeats)
             for index in range(0, len(prompts()), 5)
         ]

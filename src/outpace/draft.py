@@ -73,11 +73,10 @@ class Draft:
 
     def ancestors(self) -> Mask:
         """[rows, rows], True where the column is the row itself or one of its ancestors."""
-        sees = np.zeros((len(self.tokens), len(self.tokens)), dtype=np.bool_)
+        sees = np.eye(len(self.tokens), dtype=np.bool_)
         for row, parent in enumerate(self.parents):
             if parent >= 0:
-                sees[row] = sees[parent]
-            sees[row, row] = True
+                sees[row, : parent + 1] = sees[parent, : parent + 1]
         return sees
 
 
@@ -149,7 +148,15 @@ def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     >>> best_tokens(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, float("nan")]]))
     ([1, 2], [2.0, nan])
     """
-    return unpack_best(find_best(logits))
+    if logits.device.type != "cpu":
+        return unpack_best(find_best(logits))
+    # As in `find_best`, in numpy, which is quicker at small things.
+    blocks = _blocks(logits)
+    highest = blocks.amax(-1).float().numpy()
+    block = highest.argmax(-1)
+    rows = np.arange(len(block))
+    places = blocks[rows, block].float().numpy().argmax(-1)
+    return (block * blocks.shape[-1] + places).tolist(), highest[rows, block].tolist()
 
 
 def find_best(logits: torch.Tensor) -> torch.Tensor:
@@ -157,11 +164,11 @@ def find_best(logits: torch.Tensor) -> torch.Tensor:
 
     Many threads take a maximum together, but one alone looks for its place. So find first the block that it is in.
     """
-    size = _block(logits.shape[-1])
-    blocks = logits.reshape(len(logits), -1, size)
-    highest, block = _max(blocks.amax(-1))
-    _, place = _max(blocks.gather(1, block[:, None, None].expand(-1, 1, size))[:, 0])
-    return torch.stack([(block * size + place).double(), highest.double()])
+    blocks = _blocks(logits)
+    highest = blocks.amax(-1).max(-1)
+    block = highest.indices
+    places = blocks.gather(1, block[:, None, None].expand(-1, 1, blocks.shape[-1]))[:, 0].max(-1).indices
+    return torch.stack([(block * blocks.shape[-1] + places).double(), highest.values.double()])
 
 
 def unpack_best(found: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -170,19 +177,15 @@ def unpack_best(found: torch.Tensor) -> tuple[list[int], list[float]]:
     return [int(token) for token in tokens], logits
 
 
-def _max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest value of each row and its first place; NaN counts as highest."""
-    if values.device.type != "cpu":
-        best = values.max(-1)
-        return best.values, best.indices
-    place = torch.from_numpy(values.float().numpy().argmax(-1))  # six times as quick as torch's own
-    return values.gather(1, place[:, None])[:, 0], place
+def _blocks(logits: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks, block]"""
+    return logits.reshape(len(logits), -1, _block(logits.shape[-1]))
 
 
 @cache
 def _block(size: int) -> int:
-    """The largest divisor of `size` up to 1024."""
-    return max(divisor for divisor in range(1, 1025) if size % divisor == 0)
+    """The largest divisor of `size` up to 512."""
+    return max(divisor for divisor in range(1, 513) if size % divisor == 0)
 
 
 @dataclass(frozen=True)

@@ -169,9 +169,10 @@ class Pool:
         behind = sequence.tokens[len(sequence.slots) : -1]
         positions = [*range(len(sequence.slots), sequence.position)]
         positions += [sequence.position + depth for depth in draft.depths]
-        among = np.ones((len(positions), len(positions)), dtype=np.bool_)
-        among[: len(behind)] = np.tri(len(behind), len(positions), dtype=np.bool_)
-        among[len(behind) :, len(behind) :] = draft.ancestors()
+        among = draft.ancestors()
+        if behind:
+            among = np.pad(among, ((len(behind), 0), (len(behind), 0)), constant_values=True)
+            among[: len(behind)] = np.tri(len(behind), len(positions), dtype=np.bool_)
         sequence.drafted = self.allocate(len(positions))
         return self._rows(sequence, [*behind, *draft.tokens], positions, sequence.drafted, among)
 

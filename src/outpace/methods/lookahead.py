@@ -144,8 +144,7 @@ class _Drafter(Drafter):
             self._read(text[max(0, length - ngram) : length])
         if self.method.recycle:
             tokens, parents, best = draft.tokens, draft.parents, scores.best
-            for row in range(len(draft) - 1, 0, -1):
-                self.pool.add((tokens[parents[row]], tokens[row], best[row]))
+            self.pool.add(*((tokens[parents[row]], tokens[row], best[row]) for row in range(len(draft) - 1, 0, -1)))
         if not self.tips:
             return
         found = [scores.best[tip] for tip in self.tips]
@@ -166,8 +165,8 @@ class _Drafter(Drafter):
             self.pool.add(end)
 
     def _collect(self, current: int, found: list[int]) -> None:
-        for column, token in enumerate([current, *self.levels[0]]):
-            self.pool.add([token, *(level[column] for level in self.levels[1:]), found[column]])
+        columns = zip([current, *self.levels[0]], *self.levels[1:], found, strict=True)
+        self.pool.add(*columns)
 
 
 def _rotated(level: list[int], places: int) -> list[int]:

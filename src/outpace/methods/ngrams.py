@@ -115,15 +115,18 @@ class NgramPool:
         self._capacity = capacity
         self._runs: dict[tuple[int, ...], dict[tuple[int, ...], None]] = defaultdict(dict)  # key -> runs, newest last
 
-    def add(self, ngram: Sequence[int]) -> None:
-        """Remember an n-gram under each of its beginnings that a key may have."""
-        for key in range(1, min(self._longest, len(ngram) - 1) + 1):
-            runs = self._runs[tuple(ngram[:key])]
-            run = tuple(ngram[key:])
-            runs.pop(run, None)
-            runs[run] = None
-            if len(runs) > self._capacity:
-                del runs[next(iter(runs))]
+    def add(self, *ngrams: Sequence[int]) -> None:
+        """Remember n-grams, each under all of its beginnings that a key may have."""
+        runs_after, longest, capacity = self._runs, self._longest, self._capacity  # this runs a hundred times a step
+        for ngram in map(tuple, ngrams):
+            for key in range(1, min(longest, len(ngram) - 1) + 1):
+                runs = runs_after[ngram[:key]]
+                run = ngram[key:]
+                if run in runs:
+                    del runs[run]
+                runs[run] = None
+                if len(runs) > capacity:
+                    del runs[next(iter(runs))]
 
     def continuations(self, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Runs that followed the end of `text`: longest key first, then newest first."""
