@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ def _obstacle(model: Model) -> str | None:
         return (
             f"{torch.cuda.get_device_name(model.device)} has compute capability {major}.{minor}; 8.0 or later is needed"
         )
+    if find_spec("triton") is None:
+        return "triton is not installed"
     if not model.lists:
         return f"{model.name} has attention that slot lists cannot express"
     return None
