@@ -72,14 +72,11 @@ class GraphEngine(Engine):
         """The output is good until the next call. Logits are there when the last layer has run."""
         self._make_storage(rows)
         self._update_text(sequence, rows)
-        count, past = len(rows), len(rows.text)
-        size = next((size for size in self.sizes if size >= count), None)
-        if size is None:
+        tree = rows.tails if self.exact else rows.bits
+        layers = (start, self.model.layers if stop is None else stop)
+        scores = self._replay(rows.numbers, tree, len(rows.text), layers, hidden)
+        if scores is None:
             return self.model.forward(self.pool, rows, logits, start, stop, hidden)
-        graph = self._graph(size, past, (start, self.model.layers if stop is None else stop))
-        if hidden is not None:
-            graph.hidden[:count] = hidden
-        scores = graph.run(rows.numbers, rows.tails() if self.exact else rows.bits(), past)
         return Output(scores.logits[len(scores.logits) - logits :], scores.hidden)
 
     def _score_plainly(self, rows: Rows) -> Scores:
@@ -134,11 +131,22 @@ class GraphEngine(Engine):
             elif not self._graphs or self._replay(rows.numbers, rows.bits, past) is None:
                 self.model.forward(self.pool, rows, logits=0)  # the first text does not wait for a graph to read it
 
-    def _replay(self, numbers: Numbers, tree: Callable[[], Numbers], past: int) -> Scores | None:
+    def _replay(
+        self,
+        numbers: Numbers,
+        tree: Callable[[], Numbers],
+        past: int,
+        layers: tuple[int, int] | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> Scores | None:
         """The rows' scores by a graph; None where there is none for so many."""
-        while size := next((size for size in self.sizes if size >= numbers.shape[1]), 0):
+        count = numbers.shape[1]
+        while size := next((size for size in self.sizes if size >= count), 0):
             try:
-                return self._graph(size, past).run(numbers, tree(), past)
+                graph = self._graph(size, past, layers)
+                if hidden is not None:
+                    graph.hidden[:count] = hidden
+                return graph.run(numbers, tree(), past)
             except _NoGraph as error:  # noqa: PERF203 (at most once for each size)
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         return None
