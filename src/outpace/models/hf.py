@@ -68,7 +68,7 @@ class HFModel:
             self._check()
 
     def compile_layers(self) -> None:
-        """From now on fixed rows may ask for compiled layers. Layers of one kind share what is compiled."""
+        """From now on `forward` may be asked for compiled layers. Layers of one kind share what is compiled."""
         for gate in self._gates:
             gate.compile()
 
