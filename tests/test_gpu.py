@@ -120,6 +120,33 @@ def test_exact_mode_writes_the_same_text_in_bfloat16(sampling: Sampling) -> None
         assert decoder.generate(prompt, method=method, **options).token_ids == plain.token_ids
 
 
+@pytest.mark.parametrize(("rows", "heads", "key_heads", "size"), [(32, 12, 4, 64), (32, 8, 2, 128), (16, 6, 6, 64)])
+def test_exact_attention_has_the_same_bits_wherever_the_text_ends(
+    rows: int, heads: int, key_heads: int, size: int
+) -> None:
+    """A chain of rows against one row at a time, over all borders of blocks and splits up to 1,500 tokens."""
+    torch.manual_seed(0)
+    ahead, scratch, options = rows - 3, 1600, (True, 0, size**-0.5, 0.0)
+    keys, values = torch.randn(2, 1, key_heads, scratch + 1, size, dtype=torch.bfloat16, device="cuda").unbind()
+    query = 2 * torch.randn(1, heads, 1600, size, dtype=torch.bfloat16, device="cuda")
+    text = torch.randperm(1600, device="cuda")
+
+    def attend(past: int, count: int) -> torch.Tensor:
+        positions = torch.full((rows,), past, device="cuda")
+        positions[:count] += torch.arange(count, device="cuda")
+        tree = torch.full((rows, 64), scratch, device="cuda")
+        tree[:count, :count] = text[past : past + count]
+        slots = torch.full((rows,), scratch, device="cuda")
+        slots[:count] = text[past : past + count]
+        length = torch.tensor([past], device="cuda")
+        lists = (text, length, positions, slots, tree, 2048)
+        return torch.ops.outpace.slot_attention(query[:, :, positions], keys, values, *lists, *options)[0, :count]
+
+    alone = torch.stack([attend(past, 1)[0] for past in range(1500 + ahead)])
+    for past in range(0, 1500, 7):
+        assert torch.equal(attend(past, ahead), alone[past : past + ahead]), past
+
+
 @pytest.mark.parametrize("rows", [16, 64])
 def test_exact_mode_gives_the_same_bits_in_any_tree(rows: int) -> None:
     engine = GraphEngine(HFModel(small_llama(torch.bfloat16)), exact_rows=rows)

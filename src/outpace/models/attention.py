@@ -157,8 +157,7 @@ def _launch(
         kernels.finish[(rows, units)](
             *(query, keys, values, lists.text, lists.length, lists.positions, lists.tree, lists.tree.stride(0)),
             *(sums, peaks, mixed, *strides, rows, heads, splits, factor),
-            TILE=HEADS,
-            CHUNK=4,
+            TILE=shape.tile,  # as in `part`: another tile adds up in another order
             **common,
             num_warps=shape.warps,
         )

@@ -154,9 +154,9 @@ def finish(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
     rows, heads, splits, factor,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    UNITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Exact: one row, the splits before it, then the blocks from the text's last border to the row itself."""
     row, unit = tl.program_id(0), tl.program_id(1)
@@ -174,23 +174,12 @@ def finish(
     peak = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, PADDED], tl.float32)
-    for chunk in range(0, last, CHUNK):
-        split = chunk + tl.arange(0, CHUNK)
-        stored = (split[:, None] * rows + row) * heads + head[None, :]
-        there = (split < last)[:, None] & real[None, :]
-        peaks_here = tl.load(peaks + stored, mask=there, other=float("-inf"))
-        weights = tl.load(peaks + splits * rows * heads + stored, mask=there, other=0.0)
-        totals = tl.load(
-            sums + stored[:, :, None] * SIZE + part[None, None, :],
-            mask=there[:, :, None] & (part < SIZE)[None, None, :],
-            other=0.0,
-        )
-        higher = tl.maximum(peak, tl.max(peaks_here, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, shares = tl.exp2(peak - base), tl.exp2(peaks_here - base[None, :])
-        weight = weight * fade + tl.sum(weights * shares, 0)
-        total = total * fade[:, None] + tl.sum(totals * shares[:, :, None], 0)
-        peak = higher
+    for split in range(last):  # one by one, as below: bits depend on the order
+        stored = (split * rows + row) * heads + head
+        split_peak = tl.load(peaks + stored, mask=real, other=float("-inf"))
+        split_weight = tl.load(peaks + splits * rows * heads + stored, mask=real, other=0.0)
+        split_total = tl.load(sums + stored[:, None] * SIZE + part[None, :], mask=inside, other=0.0)
+        peak, weight, total = _both(peak, weight, total, split_peak, split_weight, split_total)
     # The open split: what `part` left of it, then block by block.
     stored = (last * rows + row) * heads + head
     begun = real & (last * SPLIT < border)

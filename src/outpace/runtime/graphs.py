@@ -252,6 +252,7 @@ class _Graph:
         # Rows that come from the middle bring their hidden states.
         self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
         self._graph: Any = None
+        self._copied: Any = torch.cuda.Event() if self.on_gpu else None  # the last copy to the device is done
         self.output: Output
         self.found: torch.Tensor
 
@@ -303,8 +304,12 @@ class _Graph:
 
     def run(self, numbers: Numbers, tree: Numbers, past: int) -> Scores:
         """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
+        if self._copied:
+            self._copied.synchronize()  # the copy before this one may still be reading
         self._fill(numbers, tree, past)
         self._box.copy_(self._host, non_blocking=True)
+        if self._copied:
+            self._copied.record()
         if self._graph is None:
             with torch.inference_mode():
                 self._step()
