@@ -10,8 +10,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from .draft import Scores, best_tokens
@@ -23,7 +24,11 @@ Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Proposal: TypeAlias = "tuple[int, torch.Tensor | None]"
 """A guess, and the distribution it was drawn from (None: it was not drawn by chance)."""
 
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
+_NOISED = 256  # among so many best tokens, noise decides which a drafter expects
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -75,6 +80,13 @@ class Sampling:
                 raise InputError(f"{name}={getattr(self, name)!r} is out of range: it must be {allowed}.")
 
 
+class Foreseen(NamedTuple):
+    """Guesses at a choice, likeliest first."""
+
+    tokens: Numbers  # [lines, count]
+    chances: Fractions  # [lines, count] logarithms of their chances
+
+
 class Picker:
     """Chooses tokens for one text, by its Sampling."""
 
@@ -114,6 +126,26 @@ class Picker:
             q = self.probabilities(logits, prefix)
             return self._draw(q, len(prefix), _GUESS), q
         return self._pick(logits, prefix), None
+
+    def foresee(self, logits: torch.Tensor, positions: Sequence[int], count: int, coupled: bool = True) -> Foreseen:
+        """What a drafter with these logits [lines, vocabulary] should expect the target to choose at `positions`.
+
+        When sampling with keyed noise and `coupled`, the drafter ranks with the target's noise. Bias, penalties and
+        cuts are left out.
+        """
+        size = logits.shape[-1]
+        scores = logits.float()
+        if self.greedy:
+            chances, tokens = scores.log_softmax(-1).topk(min(count, size))
+        else:
+            chances, tokens = (scores / self.sampling.temperature).log_softmax(-1).topk(min(max(_NOISED, count), size))
+        if coupled and not self.greedy and self.sampling.rule == "keyed":
+            places = zip(positions, tokens, strict=True)
+            noise = [gumbel(self.sampling.seed, position, _TARGET, line) for position, line in places]
+            chances, order = (chances + torch.stack(noise)).log_softmax(-1).sort(-1, descending=True)
+            tokens = tokens.gather(-1, order)
+        found = torch.stack([tokens[:, :count].double(), chances[:, :count]]).cpu().numpy()  # one transfer
+        return Foreseen(found[0].astype(np.int64), found[1])
 
     def probabilities(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
         """The distribution [vocabulary] that a token after `prefix` is drawn from, unless greedy."""

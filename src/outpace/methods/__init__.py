@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from ..errors import UnknownNameError
 from ..runtime.costs import CostCurve
+from .amphista import Amphista
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, build
 from .draft_model import DraftModel
+from .hydra import Hydra
 from .jacobi import Jacobi
 from .lookahead import Lookahead
+from .medusa import Medusa
 from .prompt_lookup import PromptLookup
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Autoregressive, Jacobi, PromptLookup, Lookahead, DraftModel)
+    method.name: method
+    for method in (Autoregressive, Jacobi, PromptLookup, Lookahead, DraftModel, Medusa, Hydra, Amphista)
 }
 
 
@@ -23,6 +27,9 @@ ON_CPU: dict[str, dict[str, object]] = {
     "jacobi": {"window": 7},
     "prompt-lookup": {"rows": 8, "gate": 0.2},
     "lookahead": {"window": 2, "ngram": 3, "guesses": 2},
+    "medusa": {"rows": 8},
+    "hydra": {"rows": 8, "beam": 4},
+    "amphista": {"rows": 8},
 }
 
 
@@ -54,11 +61,14 @@ __all__ = [
     "METHODS",
     "ON_CPU",
     "ON_GPU",
+    "Amphista",
     "Autoregressive",
     "DraftModel",
     "Drafter",
+    "Hydra",
     "Jacobi",
     "Lookahead",
+    "Medusa",
     "Method",
     "PromptLookup",
     "default_method",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,14 @@ class Output(NamedTuple):
 
     logits: torch.Tensor  # [asked rows, vocabulary]
     hidden: torch.Tensor  # [rows, width] where the last layer that ran left them
+
+
+class Ends(NamedTuple):
+    """Where a model begins and ends: what heads that draft share with it."""
+
+    embed: Any  # tokens [...] -> [..., width]
+    norm: Any  # hidden states after the last layer -> what the output head reads
+    head: Any  # that -> logits [..., vocabulary]
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,10 @@ class Model(Protocol):
 
     def room(self, position: int) -> int:
         """How many positions beyond `position` a draft may reach."""
+        ...
+
+    def ends(self) -> Ends:
+        """Its modules before the first layer and after the last."""
         ...
 
     def forward(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ..draft import Draft, Tree, chain
 from ..errors import UnsupportedModel
 from ..pool import Pool, Rows
-from .adapter import FixedRows, Output
+from .adapter import Ends, FixedRows, Output
 from .attention import SlotLists
 from .fusing import Fusion
 
@@ -82,6 +83,29 @@ class HFModel:
     def unfuse(self) -> None:
         """Give the model's weights memory of their own again."""
         self._fusion.undo()
+
+    def ends(self) -> Ends:
+        head = self._mirror.get_output_embeddings()
+        return Ends(self._mirror.get_input_embeddings(), self._mirror.get_decoder().get_submodule(self.norm), head)
+
+    @cached_property
+    def norm(self) -> str:
+        """The name, within the decoder, of what stands between the last layer and the output head."""
+        read: list[torch.Tensor] = []
+        hook = self._mirror.get_output_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0]))
+        pool = Pool(self.device, capacity=16)
+        try:
+            with pool.sequence([1, 2, 3]) as sequence:
+                rows = pool.place(sequence, chain(3, (), ""))
+                left = self.forward(pool, rows, logits=1).hidden[None, -1:]
+        finally:
+            hook.remove()
+        for name, child in self._mirror.get_decoder().named_children():
+            if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
+                return str(name)
+        raise UnsupportedModel(
+            f"{self.name}: no module leads from the last layer to the output head, so heads cannot draft for it."
+        )
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
@@ -203,6 +227,48 @@ class HFModel:
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
             kind = type(self._mirror).__name__
             raise UnsupportedModel(f"{kind} cannot be run row by row ({type(error).__name__}: {error}).") from error
+
+
+def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Hidden states [texts, length, width] after the last layer, of whole texts [texts, length] at once.
+
+    `norm` is the name of what follows the last layer (`HFModel.norm`), `mask` is 0 where a text has ended.
+    """
+    decoder = model.get_decoder()
+    found: list[torch.Tensor] = []
+    hook = decoder.get_submodule(norm).register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    try:
+        with torch.no_grad():
+            decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
+    finally:
+        hook.remove()
+    return found[0]
+
+
+def layer_sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """The sizes of one layer of a model, for blocks like it."""
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope if "rope_theta" in rope else next((kind for kind in rope.values() if isinstance(kind, dict)), {})
+    return {
+        "width": int(config.hidden_size),
+        "heads": heads,
+        "key_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_size": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "inner": int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        "theta": float(rope.get("rope_theta", 10000.0)),
+        "eps": float(getattr(config, "rms_norm_eps", 1e-5)),
+    }
+
+
+def last_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
+    """A model's last layers, its own."""
+    layers = model.config.get_text_config().num_hidden_layers
+    for child in model.get_decoder().children():
+        if isinstance(child, nn.ModuleList) and len(child) == layers:
+            return list(child)[-count:]
+    return []
 
 
 def attend(
@@ -378,6 +444,15 @@ class _FixedCache(_PoolCache):
         super().__init__(pool, rows)
         self.seen = pool.capacity + 1
         self.before = 0
+
+
+@torch.inference_mode()
+def _maps(module: nn.Module, given: torch.Tensor, expected: torch.Tensor) -> bool:
+    try:
+        found = module(given)
+    except Exception:  # some other module, which wants other things
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.equal(found, expected)
 
 
 def _refuse_what_cannot_work(model: PreTrainedModel) -> None:

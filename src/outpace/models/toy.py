@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import UnsupportedModel
 from ..pool import Pool, Rows
-from .adapter import FixedRows, Output
+from .adapter import Ends, FixedRows, Output
 
 
 class Bigram:
@@ -33,6 +34,9 @@ class Bigram:
 
     def room(self, position: int) -> int:
         return max(self.context - 1 - position, 0)
+
+    def ends(self) -> Ends:
+        raise UnsupportedModel("a bigram table has no hidden states for heads to read.")
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from ..errors import InputError, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
 from ..models.attention import SlotLists
 from ..pool import Numbers, Pool, Rows, Sequence
-from .plain import Engine
+from .plain import Engine, See
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 256  # rows of text at a time
@@ -51,8 +51,8 @@ class GraphEngine(Engine):
         self._text = torch.zeros(0, dtype=torch.long)  # on the device: the slots of one sequence
         self._reader: Sequence | None = None  # whose
 
-    def score(self, sequence: Sequence, draft: Draft) -> Scores:
-        self._read(sequence, leave=0)
+    def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
+        self._read(sequence, 0, see)
         rows = self.pool.place(sequence, draft)
         self._make_storage(rows)
         self._update_text(sequence, rows)
@@ -120,16 +120,21 @@ class GraphEngine(Engine):
                 self.pool.keep(sequence, alone, Verdict((0,), (token,)))
         return True
 
-    def _read(self, sequence: Sequence, leave: int) -> None:
+    def _read(self, sequence: Sequence, leave: int, see: See | None = None) -> None:
         while behind := len(sequence.tokens) - 1 - len(sequence.slots):
             rows = self.pool.place_text(sequence, min(behind, READING))
             past = len(rows.text)
             self._make_storage(rows)
             self._update_text(sequence, rows)
+            read: Scores | Output | None = None
             if self.exact:
-                self._graph(READING, past).run(rows.numbers, rows.tails(), past)
-            elif not self._graphs or self._replay(rows.numbers, rows.bits, past) is None:
-                self.model.forward(self.pool, rows, logits=0)  # the first text does not wait for a graph to read it
+                read = self._graph(READING, past).run(rows.numbers, rows.tails(), past)
+            elif self._graphs:  # the first text does not wait for a graph to read it
+                read = self._replay(rows.numbers, rows.bits, past)
+            if read is None:
+                read = self.model.forward(self.pool, rows, logits=0)
+            if see:
+                see(read.hidden)
 
     def _replay(
         self,
@@ -252,7 +257,9 @@ class _Graph:
         # Rows that come from the middle bring their hidden states.
         self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
         self._graph: Any = None
-        self._copied: Any = torch.cuda.Event() if self.on_gpu else None  # the last copy to the device is done
+        self._copied: Any = None  # tells when the last copy to the device is done
+        if self.on_gpu:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.output: Output
         self.found: torch.Tensor
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
 from ..draft import Draft, Scores
 from ..models.adapter import Model, Output
 from ..pool import Pool, Rows, Sequence
 from .costs import CostCurve
+
+See: TypeAlias = "Callable[[torch.Tensor], None]"
+"""Shown hidden states [rows, width]; they are good until it returns."""
 
 
 class Engine:
@@ -27,15 +33,17 @@ class Engine:
         """The engine to write a text with: this one, or one apart for models that see whatever the pool holds."""
         return self if self.model.branches else Engine(self.model, self.compiled)
 
-    def score(self, sequence: Sequence, draft: Draft) -> Scores:
+    def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
         """Compute the draft's rows, and before them whatever text of the sequence is not computed yet.
 
-        The scores are good until the next call.
+        The scores are good until the next call. `see` is shown the hidden states of that text, in order.
         """
         if not (draft.is_chain or self.model.branches):
             raise AssertionError("a branching draft reached a model that takes chains only")
-        self._read(sequence, leave=self.model.chunk)
+        self._read(sequence, self.model.chunk, see)
         output = self.climb(sequence, self.pool.place(sequence, draft), logits=len(draft))
+        if see and len(output.hidden) > len(draft):
+            see(output.hidden[: -len(draft)])
         return Scores(output.logits, output.hidden[-len(draft) :])
 
     def climb(
@@ -50,8 +58,10 @@ class Engine:
         """Run layers `start` to `stop` on rows of the sequence: `Model.forward`, at this runtime's speed."""
         return self.model.forward(self.pool, rows, logits, start, stop, hidden, self.compiled)
 
-    def _read(self, sequence: Sequence, leave: int) -> None:
+    def _read(self, sequence: Sequence, leave: int, see: See | None = None) -> None:
         """Compute text before the last token, in chunks, until at most `leave` tokens of it are not computed."""
         while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > leave:
             rows = self.pool.place_text(sequence, min(behind, self.model.chunk))
-            self.model.forward(self.pool, rows, logits=0, compiled=self.compiled)
+            output = self.model.forward(self.pool, rows, logits=0, compiled=self.compiled)
+            if see:
+                see(output.hidden)

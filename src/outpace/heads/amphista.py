@@ -1,0 +1,172 @@
+"""Amphista: heads that attend to each other, fed by layers that adapt the target's states in two stages.
+
+h      the target's state at t, after its last layer
+e      the token at t + 1, embedded
+h¹ = A₁(h, e), h² = A₂(h¹, e)     adaptation: a causal block each, over all positions of the text
+heads                             the first half of them reads h¹, the second h²
+auto-embedding                    one bi-directional block over the heads' outputs, with learnt positions
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..models.adapter import Ends
+from ..pool import Pool, Sequence
+from .base import Follower, Heads, HeadSettings, following
+from .blocks import Block, BlockShape, KeyValues, ResBlock
+
+
+@dataclass(frozen=True)
+class AmphistaSettings(HeadSettings):
+    """The ablations: stages of adaptation (2, 1, or 0: none), the auto-embedding block, its positions."""
+
+    stages: int = 2
+    auto_embedding: bool = True
+    positions: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.stages <= 2:
+            raise InputError(f"stages={self.stages} is out of range: it must be 0, 1 or 2.")
+
+
+class AmphistaHeads(Heads):
+    """Adaptation, heads, auto-embedding, a norm, then the target's output head."""
+
+    kind = "amphista"
+    reads_text = True
+    settings_type = AmphistaSettings
+    settings: AmphistaSettings
+
+    def __init__(self, settings: AmphistaSettings, shape: BlockShape) -> None:
+        super().__init__(settings, shape)
+        self.stages = nn.ModuleList(_Stage(shape) for _ in range(settings.stages))
+        self.heads = nn.ModuleList(_Head(shape) for _ in range(settings.count))
+        self.positions = nn.Parameter(torch.zeros(settings.count, shape.width)) if settings.positions else None
+        self.encoder = Block(shape, silent=True) if settings.auto_embedding else None
+        self.norm = nn.RMSNorm(shape.width, eps=shape.eps)
+
+    def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
+        _take_over(self.norm, norm)
+        for stage, layer in zip(self.stages, layers[-len(self.stages) or len(layers) :], strict=False):
+            _take_over(stage.block, layer)  # type: ignore[arg-type]
+
+    def states(self, hidden: torch.Tensor, embedded: torch.Tensor, ends: Ends) -> torch.Tensor:
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        adapted = self.adapt(hidden, following(embedded, 1), positions)
+        return self.read(adapted)
+
+    def adapt(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        memories: list[KeyValues] | None = None,
+    ) -> list[torch.Tensor]:
+        """The target's states and those after each stage, all [..., length, width]."""
+        adapted = [hidden]
+        for number, stage in enumerate(self.stages):
+            adapted.append(stage(adapted[-1], tokens, positions, memories[number] if memories else None))
+        return adapted
+
+    def read(self, adapted: list[torch.Tensor]) -> torch.Tensor:
+        """[count, ..., width] what the output head reads."""
+        last = len(adapted) - 1
+        half = (self.count + 1) // 2
+        early = min(1, last)
+        outputs = torch.stack(
+            [head(adapted[early if number < half else last]) for number, head in enumerate(self.heads)], -2
+        )
+        if self.encoder is not None:
+            if self.positions is not None:
+                outputs = outputs + self.positions
+            outputs = self.encoder(outputs)
+        states: torch.Tensor = self.norm(outputs)
+        return states.movedim(-2, 0)
+
+    def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
+        return _Follower(self, ends, pool, layer)
+
+
+class _Stage(nn.Module):
+    """One stage of adaptation. It begins as a block on the states alone: the token comes in by training."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.token_norm = nn.RMSNorm(shape.width, eps=shape.eps)
+        self.from_state = nn.Linear(shape.width, shape.width, bias=False)
+        self.from_token = nn.Linear(shape.width, shape.width, bias=False)
+        self.block = Block(shape)
+        nn.init.eye_(self.from_state.weight)
+        nn.init.zeros_(self.from_token.weight)
+
+    def forward(
+        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, memory: KeyValues | None
+    ) -> torch.Tensor:
+        mixed = self.from_state(states) + self.from_token(self.token_norm(tokens))
+        adapted: torch.Tensor = self.block(mixed, positions, memory)
+        return adapted
+
+
+class _Head(nn.Module):
+    """x + SiLU(W norm(x) + b), zero at first."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(shape.width, eps=shape.eps)
+        self.block = ResBlock(shape.width)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(states)
+        changed: torch.Tensor = states + self.block(normed) - normed
+        return changed
+
+
+class _Follower(Follower):
+    heads: AmphistaHeads
+
+    def __init__(self, heads: AmphistaHeads, ends: Ends, pool: Pool, layer: int) -> None:
+        super().__init__(heads, ends)
+        self.device = pool.device
+        self.memories = [_Slots(pool, layer + number) for number in range(heads.settings.stages)]
+
+    def feed(self, hidden: torch.Tensor, tokens: torch.Tensor, sequence: Sequence) -> None:
+        slots = torch.tensor(sequence.slots, device=self.device)
+        positions = torch.arange(len(slots) - len(hidden), len(slots), device=self.device)
+        for memory in self.memories:
+            memory.slots = slots
+        self.adapted = self.heads.adapt(hidden[None], self.ends.embed(tokens)[None], positions, [*self.memories])
+
+    def guesses(self) -> torch.Tensor:
+        states = self.heads.read([states[:, -1] for states in self.adapted])
+        return self.heads.logits(states, self.ends)[:, 0]
+
+
+class _Slots(KeyValues):
+    """Keys and values of one stage, in the slots that the text has in the pool."""
+
+    def __init__(self, pool: Pool, layer: int) -> None:
+        self.pool = pool
+        self.layer = layer
+        self.slots: torch.Tensor
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = self.pool.stored(self.layer) or self.pool.store(self.layer, keys, values)
+        new = self.slots[-keys.shape[2] :]
+        for place, states in zip(stored, (keys, values), strict=True):
+            place.index_copy_(2, new, states)
+        return stored[0][:, :, self.slots], stored[1][:, :, self.slots]
+
+
+def _take_over(mine: nn.Module, theirs: nn.Module) -> None:
+    """Copy all weights where the two are alike; otherwise leave mine as it is."""
+    weights = theirs.state_dict()
+    if {name: weight.shape for name, weight in weights.items()} == {
+        name: weight.shape for name, weight in mine.state_dict().items()
+    }:
+        mine.load_state_dict(weights)

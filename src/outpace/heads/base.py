@@ -1,0 +1,106 @@
+"""What heads are: small trained modules that guess the tokens after the newest one from the target's hidden states.
+
+Position t is the last that the target has computed; the token at t + 1 is picked by then. Head k (from 0) guesses
+the token at t + 2 + k. In training all positions of a text are such a t at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..models.adapter import Ends
+from ..pool import Pool, Sequence
+from .blocks import BlockShape
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What every kind of heads can be told. Kinds add their own."""
+
+    count: int = 4  # how many tokens they guess ahead
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type == "bool" and not isinstance(value, bool):
+                raise InputError(f"{item.name}={value!r} must be true or false.")
+            if item.type == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+                raise InputError(f"{item.name}={value!r} must be a whole number.")
+        if not 1 <= self.count <= 16:
+            raise InputError(f"count={self.count} is out of range: it must be 1 to 16.")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Heads(nn.Module):
+    """Some heads for one target. Their shape is the target's; what they share with it comes by `Ends`."""
+
+    kind: ClassVar[str]
+    settings_type: ClassVar[type[HeadSettings]] = HeadSettings
+    reads_text: ClassVar[bool] = False  # whether all of the text must be fed, not its end alone
+    sequential: ClassVar[bool] = False  # whether a head must know what those before it guessed
+    settings: HeadSettings
+
+    def __init__(self, settings: HeadSettings, shape: BlockShape) -> None:
+        super().__init__()
+        self.settings = settings
+        self.shape = shape
+
+    @property
+    def count(self) -> int:
+        """How many tokens ahead they guess."""
+        return self.settings.count
+
+    def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
+        """Before training: take over what helps from the target's last norm and its last layers."""
+
+    def states(self, hidden: torch.Tensor, embedded: torch.Tensor, ends: Ends) -> torch.Tensor:
+        """For training: [count, texts, length, width], what the output head reads, after each position of whole texts.
+
+        `hidden` [texts, length, width] are the target's states after its last layer, `embedded` the texts' tokens.
+        What would need tokens beyond the end of a text means nothing.
+        """
+        raise NotImplementedError
+
+    def logits(self, states: torch.Tensor, ends: Ends, first: int = 0) -> torch.Tensor:
+        """States [heads, ..., width] of the heads from `first` on, to logits. By default through the target's head."""
+        logits: torch.Tensor = ends.head(states)
+        return logits
+
+    def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
+        """Begin a text. Keys and values of the heads' own go into `pool`, as its layers from `layer` on."""
+        raise NotImplementedError
+
+
+class Follower:
+    """Heads at work on one text."""
+
+    def __init__(self, heads: Heads, ends: Ends) -> None:
+        self.heads = heads
+        self.ends = ends
+
+    def feed(self, hidden: torch.Tensor, tokens: torch.Tensor, sequence: Sequence) -> None:
+        """The target has computed positions that are new: its states there, and the token after each.
+
+        They are the last of the sequence's computed positions.
+        """
+        raise NotImplementedError
+
+    def guesses(self) -> torch.Tensor:
+        """[count, vocabulary] the logits of all heads, unless they are sequential."""
+        raise NotImplementedError
+
+    def guess(self, paths: torch.Tensor) -> torch.Tensor:
+        """[paths, vocabulary] the logits after guesses [paths, depth], if they are sequential."""
+        raise NotImplementedError
+
+
+def following(embedded: torch.Tensor, places: int) -> torch.Tensor:
+    """For each position of texts [texts, length, width], what stands `places` later. Beyond the end, anything."""
+    return embedded.roll(-places, 1)

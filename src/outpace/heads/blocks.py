@@ -1,0 +1,128 @@
+"""The parts that heads are made of: a residual layer, and one block of a transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b), with W zero at first: it begins as the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states + F.silu(self.linear(states))
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The sizes of a block; by default those of the target's own layers."""
+
+    width: int
+    heads: int
+    key_heads: int
+    head_size: int
+    inner: int  # of the feed-forward part
+    theta: float = 10000.0  # of the rotary positions
+    eps: float = 1e-5
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward, each after a norm. The names are Llama's, so its layers can be copied in."""
+
+    def __init__(self, shape: BlockShape, silent: bool = False) -> None:
+        """`silent`: what it adds is zero at first."""
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.width, eps=shape.eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=shape.eps)
+        self.mlp = FeedForward(shape)
+        if silent:
+            nn.init.zeros_(self.self_attn.o_proj.weight)
+            nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(
+        self,
+        states: torch.Tensor,  # [..., length, width]
+        positions: torch.Tensor | None = None,  # [length]: causal, with rotary positions; None: all see all
+        memory: KeyValues | None = None,
+    ) -> torch.Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), positions, memory)
+        found: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return found
+
+
+class KeyValues:
+    """The keys and values that a block has seen, for one text. The base keeps nothing."""
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in those of new positions [..., heads, new, size]; give those of all positions."""
+        return keys, values
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped queries."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.size = shape.head_size
+        self.grouped = shape.heads != shape.key_heads
+        self.theta = shape.theta
+        self.q_proj = nn.Linear(shape.width, shape.heads * shape.head_size, bias=False)
+        self.k_proj = nn.Linear(shape.width, shape.key_heads * shape.head_size, bias=False)
+        self.v_proj = nn.Linear(shape.width, shape.key_heads * shape.head_size, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.width, bias=False)
+
+    def forward(self, states: torch.Tensor, positions: torch.Tensor | None, memory: KeyValues | None) -> torch.Tensor:
+        query, key, value = (
+            part(states).unflatten(-1, (-1, self.size)).transpose(-2, -3)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mask = None
+        if positions is not None:
+            angles = _angles(positions, self.size, self.theta)
+            query, key = _turn(query, angles), _turn(key, angles)
+        if memory is not None:
+            key, value = memory.extend(key, value)
+            new, seen = query.shape[-2], key.shape[-2]
+            mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=positions is not None and memory is None, enable_gqa=self.grouped
+        )
+        joined: torch.Tensor = self.o_proj(mixed.transpose(-2, -3).flatten(-2))
+        return joined
+
+
+class FeedForward(nn.Module):
+    """down(SiLU(gate x) * up x)"""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.width, shape.inner, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.inner, bias=False)
+        self.down_proj = nn.Linear(shape.inner, shape.width, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        return mixed
+
+
+def _angles(positions: torch.Tensor, size: int, theta: float) -> torch.Tensor:
+    """[length, size / 2]"""
+    powers = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
+    return positions[:, None].float() * theta**-powers
+
+
+def _turn(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, the halves of a head turned against each other."""
+    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    left, right = states.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)

@@ -1,0 +1,174 @@
+"""Heads on disk: a folder with config.json and safetensors files of at most 15 MB, good for one base model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..errors import InputError, ModelError, UnknownNameError
+from ..models.adapter import Model
+from .base import Heads
+from .blocks import BlockShape
+
+FORMAT = 1
+SHARD = 15_000_000  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is known about heads beside their weights."""
+
+    base: dict[str, Any]  # of the model they were trained for: see `fingerprint`
+    accuracies: list[list[float]] = field(default_factory=list)  # [head][rank] on held-out text
+    tree: list[list[int]] = field(default_factory=list)  # paths of ranks, likeliest first
+    training: dict[str, Any] = field(default_factory=dict)  # what made them
+
+
+def fingerprint(model: Model) -> dict[str, Any]:
+    """What tells one model from another whatever its dtype: its sizes, and some of its numbers."""
+    embedding = model.ends().embed.weight.detach()
+    stride = max(1, embedding.shape[0] // 16)
+    sample = embedding[::stride, :: max(1, embedding.shape[1] // 2)][:16, :2].flatten()
+    return {
+        "width": model.width,
+        "vocabulary": model.vocabulary,
+        "layers": model.layers,
+        "sample": [round(float(value), 6) for value in sample],
+    }
+
+
+def save(heads: Heads, stored: Stored, folder: Path) -> None:
+    """Write the folder, whole or not at all: an older one stays until the new one is complete."""
+    half = folder.with_name(folder.name + ".part")
+    try:
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir(parents=True)
+        shards = _shards({name: weight.to(torch.bfloat16).cpu() for name, weight in heads.state_dict().items()})
+        for number, shard in enumerate(shards, 1):
+            save_file(shard, half / f"heads-{number}-of-{len(shards)}.safetensors")
+        config = {
+            "format": FORMAT,
+            "kind": heads.kind,
+            "settings": heads.settings.to_json(),
+            "shape": asdict(heads.shape),
+            **asdict(stored),
+        }
+        (half / "config.json").write_text(json.dumps(config, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        half.replace(folder)
+    except OSError as error:
+        raise InputError(f"heads could not be written to {folder}: {error.strerror}.") from error
+
+
+def _shards(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, weight in weights.items():
+        if size + weight.nbytes > SHARD and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = weight.contiguous()
+        size += weight.nbytes
+    return shards
+
+
+def load(folder: Path, model: Model, kinds: Mapping[str, type[Heads]]) -> tuple[Heads, Stored]:
+    """The heads of a folder, checked against the model and moved to it."""
+    config = read_config(folder)
+    stored = Stored(**{item.name: config[item.name] for item in fields(Stored)})
+    _check_base(folder, stored.base, model)
+    if config["kind"] not in kinds:
+        raise UnknownNameError(f"kind of heads in {folder}", str(config["kind"]), kinds)
+    kind = kinds[config["kind"]]
+    try:
+        heads = kind(kind.settings_type(**config["settings"]), BlockShape(**config["shape"]))
+    except TypeError as error:
+        raise ModelError(f"{folder}/config.json does not fit this version of Outpace: {error}.") from error
+    fill(heads, _weights(folder), folder)
+    return heads.to(model.device, model.dtype).eval(), stored
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, with every entry there."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} holds no heads: it has no config.json.")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON ({error}). Train or copy the heads again.") from error
+    needed = {"format", "kind", "settings", "shape", *(item.name for item in fields(Stored))}
+    missing = sorted(needed - set(config))
+    if missing:
+        raise ModelError(f"{path} lacks {', '.join(missing)}. Train or copy the heads again.")
+    if config["format"] != FORMAT:
+        raise ModelError(f"{path} has format {config['format']!r}; this version of Outpace reads format {FORMAT}.")
+    return dict(config)
+
+
+def fill(heads: Heads, weights: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Put weights into heads. All must be there, no other may be, and the shapes must fit."""
+    wanted = heads.state_dict()
+    missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    if missing or extra:
+        parts = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has unknown", extra)) if names]
+        raise ModelError(f"the head file in {source} {' and '.join(parts)}. Train or copy the heads again.")
+    for name, weight in weights.items():
+        if weight.shape != wanted[name].shape:
+            raise ModelError(
+                f"{source}: {name} has the shape {list(weight.shape)}; {list(wanted[name].shape)} is needed."
+            )
+    heads.load_state_dict(dict(weights))
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    files = sorted(folder.glob("heads-*.safetensors"))
+    expected = int(files[0].stem.rsplit("-", 1)[-1]) if files else 1
+    if len(files) != expected:
+        raise ModelError(f"{folder} has {len(files)} of {expected} head files. Train or copy the heads again.")
+    for file in files:
+        weights.update(read_tensors(file))
+    return weights
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except Exception as error:
+        raise ModelError(f"{file} cannot be read ({error}). It may be cut off: copy it again.") from error
+
+
+def is_for(folder: Path, model: Model) -> bool:
+    """Whether a folder of heads is for this model."""
+    return _mismatch(read_config(folder)["base"], fingerprint(model)) is None
+
+
+def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
+    mine = fingerprint(model)
+    if (name := _mismatch(base, mine)) is not None:
+        other = "other weights" if name == "sample" else f"{name} {base.get(name)}, not {mine[name]}"
+        raise ModelError(
+            f"the heads in {folder} are for another model than {model.name}: one with {other}. Heads work only with "
+            "the model that they were trained for. Train some for this one with `outpace train`."
+        )
+
+
+def _mismatch(base: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
+    """What of two fingerprints differs first."""
+    for name in ("width", "vocabulary", "layers"):
+        if base.get(name) != mine[name]:
+            return name
+    sample = base.get("sample") or []
+    alike = len(sample) == len(mine["sample"]) and all(
+        math.isclose(old, new, rel_tol=0.02, abs_tol=1e-3) for old, new in zip(sample, mine["sample"], strict=True)
+    )
+    return None if alike else "sample"

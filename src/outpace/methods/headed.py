@@ -1,0 +1,248 @@
+"""Drafting with trained heads: what Medusa, Hydra and Amphista share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from ..draft import Draft, Scores, Tree, Verdict
+from ..errors import InputError, ModelError
+from ..heads import KINDS, Heads
+from ..heads.storing import Stored, is_for, load
+from ..heads.trees import best_tree
+from ..models.adapter import Model
+from ..picking import Foreseen, Picker
+from ..pool import Sequence as Text
+from ..runtime.plain import Engine
+from .base import Drafter, Method
+
+SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
+Ranks: TypeAlias = "tuple[int, ...]"
+Expect: TypeAlias = "Callable[[int, list[tuple[int, ...]]], Foreseen]"
+"""Of a depth and the paths that lead there: the likeliest tokens behind each path, or one line for all of them."""
+
+
+class Ready(NamedTuple):
+    """Heads that are loaded and fit the model."""
+
+    heads: Heads
+    about: Stored
+
+
+@dataclass(frozen=True)
+class Headed(Method):
+    """Settings of all methods that draft with heads.
+
+    heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
+    rows: how many rows a draft may have.
+    tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at every
+        step, the likeliest by the accuracies stored with the heads; or paths of ranks, like ((0,), (0, 0), (1,)).
+    top: how many guesses of a head are considered.
+    beam: how many paths are followed from one depth to the next.
+    coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
+    priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
+    """
+
+    kind: ClassVar[str]
+
+    heads: Any = None
+    rows: int = 64
+    tree: Any = "confidence"
+    top: int = 10
+    beam: int = 64
+    coupled: bool = True
+    priced: bool = True
+
+    def __post_init__(self) -> None:
+        self.check(rows=(1, 1024), top=(1, 256), beam=(1, 1024))
+        if isinstance(self.tree, str):
+            if self.tree not in ("confidence", "measured"):
+                raise InputError(f"{self.name}: tree={self.tree!r} must be 'confidence', 'measured' or paths of ranks.")
+        else:
+            check_tree(self.name, self.tree)
+
+    def prepare(self, model: Model) -> Method:
+        method = super().prepare(model)
+        assert isinstance(method, Headed)
+        ready = method.heads if isinstance(method.heads, Ready) else self._load(model)
+        if not isinstance(method.tree, str) and (deepest := max(map(len, method.tree), default=0)) > ready.heads.count:
+            raise InputError(
+                f"{self.name}: the tree is {deepest} tokens deep, and there are {ready.heads.count} heads. "
+                f"Leave out paths of more than {ready.heads.count} ranks."
+            )
+        if method.tree == "measured" and not ready.about.accuracies:
+            raise InputError(f"{self.name}: these heads have no measured accuracies. Use tree='confidence'.")
+        return replace(method, heads=ready)
+
+    def _load(self, model: Model) -> Ready:
+        if isinstance(self.heads, Heads):
+            return Ready(self.heads.to(model.device, model.dtype).eval(), Stored({}))
+        if self.heads is not None:
+            folder = Path(self.heads).expanduser()
+            if not folder.is_dir():
+                raise ModelError(f"{self.name}: {folder} is no folder of heads. Make one with `outpace train`.")
+            found = Ready(*load(folder, model, KINDS))
+            if found.heads.kind != self.kind:
+                raise ModelError(
+                    f"{folder} holds {found.heads.kind} heads, not {self.kind}. Use the method {found.heads.kind}."
+                )
+            return found
+        for folder in sorted(SHIPPED.glob(f"*/{self.kind}")):
+            if is_for(folder, model):
+                return Ready(*load(folder, model, KINDS))
+        raise ModelError(
+            f"{self.name}: there are no trained heads for {model.name}. Train some with `outpace train {self.kind} "
+            "--model MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER."
+        )
+
+    def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
+        return _Drafter(self, engine, sequence, picker)
+
+
+class _Drafter(Drafter):
+    def __init__(self, method: Headed, engine: Engine, sequence: Text, picker: Picker) -> None:
+        super().__init__(engine, sequence, picker)
+        self.method = method
+        self.heads, about = method.heads
+        self.follower = self.heads.follow(engine.model.ends(), engine.pool, engine.model.layers)
+        self.price = engine.costs.price if engine.costs and method.priced else None
+        self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
+        self.tree: list[Ranks] | None = None
+        if not isinstance(method.tree, str):
+            self.tree = list(method.tree)
+        elif method.tree == "measured":
+            self.tree = best_tree(about.accuracies, method.rows - 1)
+            if self.price:
+                worth = [_worth(path, about.accuracies) for path in self.tree]
+                self.tree = self.tree[: worthwhile(worth, self.price) - 1]
+
+    def score(self, draft: Draft) -> Scores:
+        return self.engine.score(self.sequence, draft, self._see if self.heads.reads_text else None)
+
+    def _see(self, hidden: torch.Tensor) -> None:
+        self.new.append(hidden.clone())
+
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        self.new.append(scores.hidden[list(verdict.rows)])
+
+    @torch.inference_mode()
+    def draft(self, room: int) -> Draft:
+        text = self.sequence.tokens
+        tree = Tree(text[-1])
+        depth = min(self.heads.count, room)
+        if self.new and depth:
+            hidden = torch.cat(self.new)
+            self.new = []
+            tokens = torch.tensor(text[-len(hidden) :], device=hidden.device)
+            self.follower.feed(hidden, tokens, self.sequence)
+            if self.tree is None:
+                grow(tree, self._expect(depth), depth, self.method.rows, self.method.beam, self.price)
+            else:
+                plant(tree, self._expect(depth), [path for path in self.tree if len(path) <= depth])
+        return tree.draft()
+
+    def _expect(self, depth: int) -> Expect:
+        top = self.method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
+        first = len(self.sequence.tokens)
+        foresee, coupled = self.picker.foresee, self.method.coupled
+        if self.heads.sequential:
+
+            def expect(place: int, paths: list[tuple[int, ...]]) -> Foreseen:
+                logits = self.follower.guess(torch.tensor(paths, dtype=torch.long, device=self.engine.pool.device))
+                return foresee(logits, [first + place] * len(paths), top, coupled)
+
+            return expect
+        positions = range(first, first + self.heads.count)
+        together = foresee(self.follower.guesses(), positions, top, coupled)
+        return lambda place, _: Foreseen(together.tokens[[place]], together.chances[[place]])
+
+
+def grow(
+    tree: Tree,
+    expect: Expect,
+    depth: int,
+    rows: int,
+    beam: int,
+    price: Callable[[int], float] | None = None,
+) -> None:
+    """Add the likeliest guesses under the root, `rows` rows with the root at most; with `price`, as many as pay.
+
+    From each depth the `beam` likeliest paths go on to the next.
+    """
+    worth, parents, tokens, depths = [0.0], [-1], [0], [0]
+    paths: list[tuple[int, ...]] = [()]
+    frontier = [0]
+    for place in range(depth):
+        found = expect(place, paths)
+        worths = np.array([worth[node] for node in frontier])[:, None] + found.chances
+        best = np.argsort(-worths, axis=None, kind="stable")[:beam]
+        added, longer = [], []
+        for path, rank in zip(*np.unravel_index(best, worths.shape), strict=True):
+            token = int(found.tokens[path if len(found.tokens) > 1 else 0, rank])
+            added.append(len(worth))
+            longer.append((*paths[path], token))
+            worth.append(float(worths[path, rank]))
+            parents.append(frontier[path])
+            tokens.append(token)
+            depths.append(place + 1)
+        frontier, paths = added, longer
+    # A guess is never likelier than its parent, which comes first in the list: no child is taken without its parent.
+    order = sorted(range(1, len(worth)), key=lambda node: -worth[node])[: rows - 1]
+    if price:
+        order = order[: worthwhile([float(np.exp(worth[node])) for node in order], price) - 1]
+    placed = {0: 0}
+    for node in order:
+        (placed[node],) = tree.insert([tokens[node]], f"head {depths[node]}", below=placed[parents[node]])
+
+
+def plant(tree: Tree, expect: Expect, nodes: Sequence[Ranks]) -> None:
+    """Add guesses by their paths of ranks."""
+    placed: dict[Ranks, tuple[int, tuple[int, ...]]] = {(): (0, ())}  # ranks -> row, tokens
+    for depth in range(1, max(map(len, nodes), default=0) + 1):
+        level = [path for path in nodes if len(path) == depth]
+        parents = sorted({path[:-1] for path in level})
+        found = expect(depth - 1, [placed[parent][1] for parent in parents])
+        for path in level:
+            line = parents.index(path[:-1]) if len(found.tokens) > 1 else 0
+            if path[-1] >= found.tokens.shape[1]:
+                raise InputError(f"the tree asks for guess number {path[-1] + 1} of {found.tokens.shape[1]}.")
+            token = int(found.tokens[line, path[-1]])
+            row, tokens = placed[path[:-1]]
+            (new,) = tree.insert([token], f"head {depth}", below=row)
+            placed[path] = new, (*tokens, token)
+
+
+def worthwhile(chances: Sequence[float], price: Callable[[int], float]) -> int:
+    """How many rows, the root included, give the most expected tokens for their price. Likeliest guesses come first."""
+    expected, best, rows = 1.0, 1.0 / price(1), 1
+    for count, chance in enumerate(chances, 2):
+        expected += chance
+        if expected / price(count) > best:
+            best, rows = expected / price(count), count
+    return rows
+
+
+def check_tree(name: str, tree: Any) -> None:
+    """Raise InputError unless `tree` is a tree: paths of ranks, each with its beginning there."""
+    try:
+        paths = {tuple(path) for path in tree}
+        whole = all(path and all(isinstance(rank, int) and rank >= 0 for rank in path) for path in paths)
+    except TypeError:
+        whole, paths = False, set()
+    if not whole:
+        raise InputError(f"{name}: tree={tree!r} must be 'confidence', 'measured' or paths of ranks from 0 on.")
+    for path in sorted(paths):
+        if len(path) > 1 and path[:-1] not in paths:
+            raise InputError(f"{name}: the tree has the path {path} but not {path[:-1]}, where it begins.")
+
+
+def _worth(path: Ranks, accuracies: Sequence[Sequence[float]]) -> float:
+    product = 1.0
+    for head, rank in enumerate(path):
+        product *= accuracies[head][rank]
+    return product

@@ -1,0 +1,16 @@
+"""Medusa: heads on the last hidden state guess several tokens ahead, each on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .headed import Headed
+
+
+@dataclass(frozen=True)
+class Medusa(Headed):
+    """Drafts with heads of the kind `medusa`. For the settings see Headed."""
+
+    name = "medusa"
+    about = "trained heads guess ahead, each on its own"
+    kind = "medusa"

@@ -1,0 +1,173 @@
+"""Training text: the target's own answers to prompts, written once and used by every kind of heads.
+
+Heads must guess what the target writes, so they learn from nothing else. Half of the answers are greedy, the others
+sampled. They are kept in files of one batch each; a run that was stopped goes on with the next batch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..errors import InputError
+from ..heads.storing import read_tensors
+
+LONGEST_PROMPT = 512
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of one batch after another; 0 is greedy
+FIELDS = ("prompt", "question", "instruction")
+
+
+@dataclass(frozen=True)
+class Text:
+    """One prompt and the target's answer to it."""
+
+    tokens: torch.Tensor  # [length]
+    prompt: int  # so many first tokens are the prompt
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file of JSON lines (`prompt`, `question`, `instruction` or `turns`), or of plain lines."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeError, EOFError) as error:
+        raise InputError(f"prompts cannot be read from {path}: {error}.") from error
+    plain = ".txt" in path.suffixes
+    prompts = [line if plain else _prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise InputError(f"{path} has no prompts. It needs one JSON object with a prompt a line.")
+    return prompts
+
+
+def _prompt(path: Path, number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+        found = entry["turns"][0] if "turns" in entry else next(entry[name] for name in FIELDS if name in entry)
+    except (ValueError, KeyError, TypeError, IndexError, StopIteration):
+        found = None
+    if not isinstance(found, str) or not found.strip():
+        raise InputError(f"{path}, line {number}: {line[:60]!r} is no JSON object with {', '.join(FIELDS)} or turns.")
+    return found
+
+
+def write_answers(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+    ends: Sequence[int],
+    *,
+    batch: int,
+    new_tokens: int,
+    greedy: bool = False,
+    seed: int = 0,
+    show: Callable[[int, int], None] = lambda done, total: None,
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Let the model answer all prompts, a batch at a time, a file each. Batches that are there are not done again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fitting = sorted((prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT), key=len)
+    batches = [fitting[start : start + batch] for start in range(0, len(fitting), batch)]
+    order = list(range(len(batches)))
+    random.Random(seed).shuffle(order)  # a run that is cut short has seen prompts of all lengths
+    for done, number in enumerate(order):
+        show(done, len(batches))
+        file = folder / f"answers-{number:04}.safetensors"
+        if file.exists():
+            continue
+        if enough():
+            break
+        temperature = 0.0 if greedy else TEMPERATURES[done % len(TEMPERATURES)]
+        answers = _answer(model, batches[number], ends, new_tokens, temperature, seed + number)
+        half = file.with_suffix(".part")
+        save_file(
+            {
+                "tokens": torch.cat([answer.tokens for answer in answers]).to(torch.int32),
+                "lengths": torch.tensor([len(answer.tokens) for answer in answers]),
+                "prompts": torch.tensor([answer.prompt for answer in answers]),
+            },
+            half,
+        )
+        half.replace(file)
+    show(len(batches), len(batches))
+
+
+@torch.inference_mode()
+def _answer(
+    model: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], new_tokens: int, temperature: float, seed: int
+) -> list[Text]:
+    longest = max(map(len, prompts))
+    pad = ends[0] if ends else 0
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    torch.manual_seed(seed)
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    written = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=new_tokens,
+        pad_token_id=pad,
+        eos_token_id=list(ends) or None,
+        **how,
+    )[:, longest:].cpu()
+    answers = []
+    for prompt, answer in zip(prompts, written, strict=True):
+        over = torch.isin(answer, torch.tensor(list(ends))).nonzero()
+        length = int(over[0, 0]) + 1 if len(over) else len(answer)
+        answers.append(Text(torch.cat([torch.tensor(list(prompt)), answer[:length]]), len(prompt)))
+    return answers
+
+
+def read_answers(folder: Path) -> list[Text]:
+    """All answers that a folder has."""
+    texts: list[Text] = []
+    for file in sorted(folder.glob("answers-*.safetensors")):
+        stored = read_tensors(file)
+        parts = torch.split(stored["tokens"].long(), stored["lengths"].tolist())
+        texts += [Text(tokens, prompt) for tokens, prompt in zip(parts, stored["prompts"].tolist(), strict=True)]
+    if not texts:
+        raise InputError(f"{folder} has no answers to train on.")
+    return texts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts side by side, filled up on the right."""
+
+    tokens: torch.Tensor  # [texts, length]
+    mask: torch.Tensor  # [texts, length] 1 where there is text
+    prompts: torch.Tensor  # [texts]
+    lengths: torch.Tensor  # [texts]
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(part.to(device) for part in (self.tokens, self.mask, self.prompts, self.lengths)))
+
+
+def batches(texts: Sequence[Text], tokens: int, rng: random.Random) -> Iterator[Batch]:
+    """All texts once, in batches of about so many tokens, texts of a length together, batches in random order."""
+    order = sorted(range(len(texts)), key=lambda text: (len(texts[text].tokens) // 16, rng.random()))
+    groups: list[list[Text]] = [[]]
+    longest = 0
+    for text in (texts[place] for place in order):
+        longest = max(longest, len(text.tokens))
+        if groups[-1] and (len(groups[-1]) + 1) * longest > tokens:
+            groups.append([])
+            longest = len(text.tokens)
+        groups[-1].append(text)
+    rng.shuffle(groups)
+    for group in groups:
+        lengths = torch.tensor([len(text.tokens) for text in group])
+        padded = torch.zeros(len(group), int(lengths.max()), dtype=torch.long)
+        for row, text in enumerate(group):
+            padded[row, : len(text.tokens)] = text.tokens
+        mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
+        yield Batch(padded, mask, torch.tensor([text.prompt for text in group]), lengths)

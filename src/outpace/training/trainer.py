@@ -1,0 +1,285 @@
+"""Trains heads on the target's own answers. Several kinds learn together: the target's work is done once for all.
+
+A head learns the target's whole distribution at its position (soft cross-entropy), not its choice alone. With a
+vocabulary of 49,152, logits are by far the largest thing here, so the loss goes through the positions in chunks.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..errors import InputError
+from ..heads import Heads
+from ..models.adapter import Ends
+from ..models.hf import final_states
+from .data import Batch, Text, batches
+
+CHUNK = 4096  # positions whose logits are there at a time
+RANKS = 10  # guesses of a head that are counted
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train.
+
+    updates or minutes: when to end; the learning rate falls to zero towards it.
+    tokens: of one update. rate: of what begins anew, `copied_rate` of what was taken over from the target's layers.
+    weight: of each head relative to the one before it. hard: share of the loss that asks for the target's choice alone.
+    """
+
+    updates: int = 0
+    minutes: float = 0.0
+    tokens: int = 32768
+    rate: float = 1e-3
+    copied_rate: float = 3e-4
+    weight: float = 0.8
+    hard: float = 0.0
+    warm_up: float = 0.05
+    clip: float = 1.0
+    seed: int = 0
+    save_every: float = 2.0  # minutes
+
+    def __post_init__(self) -> None:
+        if (self.updates > 0) == (self.minutes > 0):
+            raise InputError(f"updates={self.updates}, minutes={self.minutes}: give one of the two, above 0.")
+        if not 0 <= self.hard <= 1 or not 0 < self.weight <= 1 or not 0 <= self.warm_up < 1:
+            raise InputError("hard must be 0 to 1, weight above 0 to 1, warm_up 0 to below 1.")
+        if min(self.tokens, self.rate, self.copied_rate, self.clip) <= 0:
+            raise InputError("tokens, rate, copied_rate and clip must be above 0.")
+
+
+@dataclass
+class Progress:
+    """How far a training is, and what it says about itself."""
+
+    update: int = 0
+    seconds: float = 0.0
+    losses: dict[str, list[float]] = field(default_factory=dict)  # by name, for each head; a running mean
+
+
+class Trainer:
+    """Heads by name, and what they learn from."""
+
+    def __init__(self, model: Any, norm: str, ends: Ends, heads: Mapping[str, Heads], plan: Plan) -> None:
+        self.model = model.requires_grad_(False)
+        self.norm = norm
+        self.ends = ends
+        self.heads = dict(heads)
+        self.plan = plan
+        self.device = next(model.parameters()).device
+        self.progress = Progress()
+        self.optimizers = {name: _optimizer(part, plan) for name, part in self.heads.items()}
+        for part in self.heads.values():
+            part.to(self.device, torch.float32).train()
+        gpu = self.device.type == "cuda"
+        self.chunk = CHUNK if gpu else 256
+        self._loss = torch.compile(_loss) if gpu else _loss  # fuses what goes over the vocabulary
+
+    def run(
+        self,
+        texts: Sequence[Text],
+        show: Callable[[float, str], None] = lambda share, text: None,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """Train until the plan's end. `show` is told the share done and the losses."""
+        last_save = time.perf_counter()
+        for batch in self._endless(texts):
+            start = time.perf_counter()
+            self._update(batch.to(self.device))
+            self.progress.update += 1
+            self.progress.seconds += time.perf_counter() - start
+            share = self._share()
+            show(min(share, 1.0), self._summary())
+            if checkpoint and (share >= 1 or time.perf_counter() - last_save > 60 * self.plan.save_every):
+                self.save(checkpoint)
+                last_save = time.perf_counter()
+            if share >= 1:
+                return
+
+    def _endless(self, texts: Sequence[Text]) -> Iterator[Batch]:
+        rng = random.Random(self.plan.seed + self.progress.update)
+        while True:
+            yield from batches(texts, self.plan.tokens, rng)
+
+    def _share(self) -> float:
+        plan, progress = self.plan, self.progress
+        return progress.update / plan.updates if plan.updates else progress.seconds / (60 * plan.minutes)
+
+    def _update(self, batch: Batch) -> None:
+        hidden = final_states(self.model, self.norm, batch.tokens, batch.mask)
+        embedded = self.ends.embed(batch.tokens)
+        states = {}
+        for name, part in self.heads.items():
+            with self._mixed():
+                states[name] = part.states(hidden, embedded, self.ends)
+        leaves = {name: found.detach().requires_grad_() for name, found in states.items()}
+        self._note(self._backward(leaves, hidden, *self._places(batch)))
+        for name, optimizer in self.optimizers.items():
+            torch.autograd.backward(states[name], leaves[name].grad)
+            torch.nn.utils.clip_grad_norm_(self.heads[name].parameters(), self.plan.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * self._factor()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def _factor(self) -> float:
+        """Of the learning rate: it rises, then falls along a cosine."""
+        share, warm_up = min(self._share(), 1.0), self.plan.warm_up
+        if share < warm_up:
+            return max(share / warm_up, 0.01)
+        return 0.5 + 0.5 * math.cos(math.pi * (share - warm_up) / (1 - warm_up))
+
+    def _mixed(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def _places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat places of the positions where the target says a token of an answer, and [heads, places] loss weights.
+
+        Head k, at a place p, is the one that guesses from p - 1 - k: it must not guess from before the prompt's end.
+        """
+        length = batch.tokens.shape[1]
+        position = torch.arange(length, device=self.device).expand_as(batch.tokens)
+        answered = (position >= batch.prompts[:, None]) & (position < batch.lengths[:, None] - 1)
+        rows = answered.flatten().nonzero().squeeze(-1)
+        since = (position - batch.prompts[:, None]).flatten()[rows]
+        most = max(part.count for part in self.heads.values())
+        heads = torch.arange(most, device=self.device)[:, None]
+        return rows, (since >= heads) * self.plan.weight**heads
+
+    def _backward(
+        self, states: Mapping[str, torch.Tensor], hidden: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor
+    ) -> dict[str, list[float]]:
+        """Losses of each head; the gradients are left at the states [heads, texts, length, width]."""
+        flat = {name: found.flatten(1, 2) for name, found in states.items()}
+        totals = {name: torch.zeros(len(found), device=self.device) for name, found in states.items()}
+        counts = weights.gt(0).sum(1).clamp(min=1)
+        for start in range(0, len(rows), self.chunk):
+            missing = max(0, start + self.chunk - len(rows))  # a last chunk is filled up: one size is compiled once
+            chosen = F.pad(rows[start : start + self.chunk], (0, missing))
+            weight = F.pad(weights[:, start : start + self.chunk], (0, missing))
+            target = self._target(hidden, chosen)
+            for name, part in self.heads.items():
+                for head in range(part.count):
+                    logits = self._logits(part, head, flat[name], chosen)
+                    losses = self._loss(logits, target, self.plan.hard)
+                    loss = (losses * weight[head]).sum() / counts[head]
+                    torch.autograd.backward(loss)
+                    totals[name][head] += loss.detach() / self.plan.weight**head
+        return {name: total.tolist() for name, total in totals.items()}
+
+    @torch.no_grad()
+    def _target(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The target's own logits at flat places."""
+        logits: torch.Tensor = self.ends.head(self.ends.norm(hidden.flatten(0, 1)[chosen]))
+        return logits
+
+    def _logits(self, part: Heads, head: int, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """One head's guesses at what the target says at flat places."""
+        places = (chosen - 1 - head).clamp(min=0)
+        with self._mixed():
+            return part.logits(flat[head, places][None], self.ends, head)[0]
+
+    def _note(self, losses: Mapping[str, list[float]]) -> None:
+        for name, now in losses.items():
+            if not all(map(math.isfinite, now)):
+                raise InputError(f"{name}: the loss is {now} at update {self.progress.update}. Use a lower rate.")
+            old = self.progress.losses.get(name, now)
+            self.progress.losses[name] = [0.95 * before + 0.05 * new for before, new in zip(old, now, strict=True)]
+
+    def _summary(self) -> str:
+        losses = (f"{name} {' '.join(f'{loss:.2f}' for loss in found)}" for name, found in self.progress.losses.items())
+        return f"update {self.progress.update}: {'; '.join(losses)}"
+
+    def save(self, path: Path) -> None:
+        """All that is needed to go on, whole or not at all."""
+        state = {
+            "progress": vars(self.progress),
+            "heads": {name: part.state_dict() for name, part in self.heads.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+        }
+        half = path.with_suffix(".part")
+        try:
+            torch.save(state, half)
+            half.replace(path)
+        except (OSError, RuntimeError) as error:
+            half.unlink(missing_ok=True)
+            raise InputError(f"the checkpoint could not be written to {path}: {error}.") from error
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of the same heads."""
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            if state["heads"].keys() != self.heads.keys():
+                raise InputError(f"{path} is of {', '.join(state['heads'])}, not of {', '.join(self.heads)}.")
+            for name, part in self.heads.items():
+                part.load_state_dict(state["heads"][name])
+                self.optimizers[name].load_state_dict(state["optimizers"][name])
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"{path} cannot be resumed from: {error} Delete it to begin anew.") from error
+        self.progress = Progress(**state["progress"])
+
+    @torch.no_grad()
+    def accuracies(self, texts: Sequence[Text], most: int = 65536) -> dict[str, torch.Tensor]:
+        """By name [heads, ranks]: how often each guess of each head is the target's own choice, on `most` places."""
+        hits = {name: torch.zeros(part.count, RANKS, device=self.device) for name, part in self.heads.items()}
+        counts = {name: torch.zeros(part.count, 1, device=self.device) for name, part in self.heads.items()}
+        seen = 0
+        for part in self.heads.values():
+            part.eval()
+        for batch in batches(texts, self.plan.tokens, random.Random(0)):
+            there = batch.to(self.device)
+            hidden = final_states(self.model, self.norm, there.tokens, there.mask)
+            embedded = self.ends.embed(there.tokens)
+            rows, weights = self._places(there)
+            for name, part in self.heads.items():
+                with self._mixed():
+                    flat = part.states(hidden, embedded, self.ends).flatten(1, 2)
+                for start in range(0, len(rows), self.chunk):
+                    chosen = rows[start : start + self.chunk]
+                    choice = self._target(hidden, chosen).argmax(-1, keepdim=True)
+                    for head in range(part.count):
+                        counted = weights[head, start : start + self.chunk, None] > 0
+                        ranked = self._logits(part, head, flat, chosen).topk(RANKS).indices
+                        hits[name][head] += ((ranked == choice) & counted).sum(0)
+                        counts[name][head] += counted.sum()
+            seen += len(rows)
+            if seen >= most:
+                break
+        for part in self.heads.values():
+            part.train()
+        return {name: (hits[name] / counts[name].clamp(min=1)).cpu() for name in self.heads}
+
+
+def _loss(logits: torch.Tensor, target: torch.Tensor, hard: float) -> torch.Tensor:
+    """[places] cross-entropy to the target's distribution, `hard` of it to its best token alone."""
+    logits, target = logits.float(), target.float()
+    normal = logits.logsumexp(-1)
+    loss = normal - (target.softmax(-1) * logits).sum(-1)
+    if hard:
+        choice = logits.gather(-1, target.argmax(-1, keepdim=True)).squeeze(-1)
+        loss = (1 - hard) * loss + hard * (normal - choice)
+    return loss
+
+
+def _optimizer(heads: Heads, plan: Plan) -> torch.optim.Optimizer:
+    copied: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for name, parameter in heads.named_parameters():
+        (copied if name.startswith("stages.") and ".block." in name else new).append(parameter)
+    groups = [
+        {"params": parameters, "lr": rate, "peak": rate}
+        for parameters, rate in ((new, plan.rate), (copied, plan.copied_rate))
+        if parameters
+    ]
+    return torch.optim.AdamW(groups, weight_decay=0.0)

@@ -1,0 +1,275 @@
+"""Heads that draft: lossless whatever they guess, the same in training and at work, whole on disk."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from outpace import Autoregressive, Decoder, InputError, ModelError, Sampling
+from outpace.draft import Tree, chain
+from outpace.heads import KINDS, AmphistaSettings, Heads, MedusaSettings
+from outpace.heads.blocks import BlockShape
+from outpace.heads.storing import Stored, fingerprint, load, save
+from outpace.heads.trees import best_tree
+from outpace.methods import METHODS
+from outpace.methods.headed import Headed, grow, plant, worthwhile
+from outpace.models.hf import HFModel, layer_sizes
+from outpace.picking import Foreseen, Picker
+
+from .conftest import VOCABULARY, tiny
+
+EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
+SETTINGS: dict[str, list[Any]] = {
+    "medusa": [
+        MedusaSettings(count=3, layers=2),
+        MedusaSettings(own_output=True, vocabulary=VOCABULARY),
+    ],
+    "hydra": [KINDS["hydra"].settings_type(count=3)],
+    "amphista": [
+        AmphistaSettings(),
+        AmphistaSettings(count=3, auto_embedding=False),
+        AmphistaSettings(stages=1, positions=False),
+        AmphistaSettings(count=5, stages=0),
+    ],
+}
+
+
+def random_heads(kind: str, model: Any, settings: Any = None, seed: int = 0) -> Heads:
+    torch.manual_seed(seed)
+    heads = KINDS[kind](settings or SETTINGS[kind][0], BlockShape(**layer_sizes(model)))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.3)
+    return heads.eval()
+
+
+def method_for(kind: str, heads: Heads, **settings: Any) -> Headed:
+    method = METHODS[kind](heads=heads, **settings)
+    assert isinstance(method, Headed)
+    return method
+
+
+def random_tree(rng: random.Random, depth: int) -> tuple[tuple[int, ...], ...]:
+    paths: set[tuple[int, ...]] = {()}
+    for _ in range(12):
+        path = rng.choice(sorted(paths))
+        if len(path) < depth:
+            paths.add((*path, rng.randrange(4)))
+    return tuple(sorted(paths - {()}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", EIGHT)
+def test_random_heads_change_nothing(name: str, kind: str) -> None:
+    model = tiny(name)
+    decoder = Decoder(model)
+    rng = random.Random(name + kind)
+    heads = random_heads(kind, model)
+    prompt = rng.choices(range(VOCABULARY), k=9)
+    methods = [method_for(kind, heads, rows=11), method_for(kind, heads, tree=random_tree(rng, heads.count))]
+    for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=rng.randrange(99))):
+        options = {"sampling": sampling, "max_new_tokens": 30}
+        plain = decoder.generate(prompt, method=Autoregressive(), **options)
+        for method in methods:
+            found = decoder.generate(prompt, method=decoder.prepare(method), **options)
+            assert found.token_ids == plain.token_ids
+    assert decoder.engine.pool.held == 0
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(kind, each) for kind, every in SETTINGS.items() for each in every])
+def test_heads_compute_at_work_what_they_were_trained_to(kind: str, settings: Any) -> None:
+    model = tiny("Llama")
+    adapted = HFModel(model)
+    ends = adapted.ends()
+    heads = random_heads(kind, model, settings)
+    text = torch.tensor(random.Random(0).choices(range(VOCABULARY), k=14))
+    decoder = Decoder(model)
+    engine = decoder.engine
+    with torch.no_grad(), engine.pool.sequence(text.tolist()) as sequence:
+        seen: list[torch.Tensor] = []
+        rows = engine.score(sequence, chain(int(text[-1]), (), ""), seen.append).hidden
+        hidden = torch.cat([*seen, rows])
+        whole = heads.logits(heads.states(hidden[None], ends.embed(text[None]), ends), ends)[:, 0]
+        with torch.inference_mode():
+            follower = heads.follow(ends, engine.pool, adapted.layers)
+            start = 0
+            for stop in (5, 6, 9):  # as if the text had been accepted in three steps
+                sequence.slots = list(range(stop))
+                follower.feed(hidden[start:stop].clone(), text[start + 1 : stop + 1], sequence)
+                start = stop
+                for head in range(heads.count):
+                    if heads.sequential:
+                        guess = follower.guess(text[stop + 1 : stop + 1 + head][None])[0]
+                    else:
+                        guess = follower.guesses()[head]
+                    torch.testing.assert_close(guess, whole[head, stop - 1], rtol=1e-4, atol=1e-4)
+        sequence.slots = []
+
+
+ACCURACIES = st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(ACCURACIES, st.integers(1, 30))
+def test_the_best_tree_is_the_best(accuracies: list[list[float]], size: int) -> None:
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for head in accuracies:
+        deepest = max(map(len, paths))
+        for path in [path for path in paths if len(path) == deepest]:
+            paths.update({(*path, rank): paths[path] * chance for rank, chance in enumerate(head)})
+    del paths[()]
+    found = best_tree(accuracies, size)
+    assert len(found) == len(set(found)) == min(size, len(paths))
+    assert all(path[:-1] in found for path in found if len(path) > 1)
+    worth = [paths[path] for path in found]
+    assert worth == pytest.approx(sorted(paths.values(), reverse=True)[:size])
+
+
+def fixed(accuracies: list[list[float]]) -> Any:
+    """Heads whose guess of rank r at depth d is the token 10 d + r."""
+    chances = [np.sort(np.log(np.array(head)))[::-1] for head in accuracies]
+    return lambda depth, _: Foreseen(10 * depth + np.arange(len(chances[depth]))[None], chances[depth][None])
+
+
+@given(ACCURACIES, st.integers(2, 30))
+def test_a_grown_tree_is_the_planted_one(accuracies: list[list[float]], rows: int) -> None:
+    accuracies = [sorted(head, reverse=True) for head in accuracies]
+    grown, planted = Tree(99), Tree(99)
+    grow(grown, fixed(accuracies), len(accuracies), rows, beam=100)
+    plant(planted, fixed(accuracies), best_tree(accuracies, rows - 1))
+
+    def worth(tree: Tree) -> float:
+        total, worths = 0.0, [1.0]
+        for row in range(1, len(tree)):
+            depth, rank = divmod(tree.tokens[row], 10)
+            worths.append(worths[tree.parents[row]] * accuracies[depth][rank])
+            total += worths[-1]
+        return total
+
+    assert len(grown) == len(planted)
+    assert worth(grown) == pytest.approx(worth(planted))
+
+
+def test_a_tree_is_as_large_as_pays() -> None:
+    assert worthwhile([0.5, 0.4, 0.1], lambda rows: 1.0) == 4
+    assert worthwhile([0.5, 0.4, 0.1], lambda rows: 1 + 0.2 * (rows - 1)) == 3
+    assert worthwhile([0.5, 0.4, 0.1], lambda rows: float(rows)) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_foreseen_with_the_targets_own_logits_is_its_choice(seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(2, 250)
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=seed)):
+        picker = Picker(sampling, 3)
+        prefix = list(range(7))
+        found = picker.foresee(logits, [7, 8], 5)
+        assert found.tokens[0, 0] == picker.choose(logits[0], prefix)
+        assert found.tokens[1, 0] == picker.choose(logits[1], [*prefix, 1])
+        assert found.tokens.shape == found.chances.shape == (2, 5)
+        assert (np.diff(found.chances) <= 0).all()
+        assert (found.chances <= 0).all()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    model = tiny("Llama")
+    stored = Stored(fingerprint(HFModel(model)), [[0.5, 0.2], [0.4, 0.1], [0.3, 0.1], [0.2, 0.1]], [[0], [0, 0]])
+    save(random_heads("amphista", model), stored, tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+def test_heads_come_back_from_disk(kept: Path) -> None:
+    model = HFModel(tiny("Llama"))
+    heads, stored = load(kept, model, KINDS)
+    expected = random_heads("amphista", tiny("Llama")).state_dict()
+    for name, weight in heads.state_dict().items():
+        assert torch.equal(weight, expected[name].bfloat16().float()), name
+    assert stored.tree == [[0], [0, 0]]
+    decoder = Decoder(tiny("Llama"))
+    for tree in ("confidence", "measured"):
+        method = decoder.prepare("amphista", heads=str(kept), tree=tree)
+        found = decoder.generate([1, 2, 3], method=method, max_new_tokens=12)
+        assert found.token_ids == decoder.generate([1, 2, 3], method="autoregressive", max_new_tokens=12).token_ids
+
+
+def test_large_heads_are_kept_in_several_files(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = HFModel(tiny("Llama"))
+    heads, stored = load(kept, model, KINDS)
+    monkeypatch.setattr("outpace.heads.storing.SHARD", 9000)
+    save(heads, stored, tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    again, _ = load(tmp_path / "shards", model, KINDS)
+    assert all(map(torch.equal, heads.state_dict().values(), again.state_dict().values()))
+    next((tmp_path / "shards").glob("heads-2-*")).unlink()
+    with pytest.raises(ModelError, match="head files"):
+        load(tmp_path / "shards", model, KINDS)
+
+
+def test_heads_of_another_model_are_refused(kept: Path) -> None:
+    with pytest.raises(ModelError, match="layers"):
+        load(kept, HFModel(tiny("Llama", num_hidden_layers=3)), KINDS)
+    with pytest.raises(ModelError, match="other weights"):
+        load(kept, HFModel(tiny("Llama", seed=1)), KINDS)
+    with pytest.raises(ModelError, match="holds amphista heads, not medusa"):
+        Decoder(tiny("Llama")).prepare("medusa", heads=str(kept))
+
+
+def test_broken_head_files_are_refused(kept: Path) -> None:
+    model = HFModel(tiny("Llama"))
+    file = next(kept.glob("*.safetensors"))
+    whole = load_file(file)
+    weight = whole.pop("norm.weight")
+    save_file({**whole, "other": weight}, file)
+    with pytest.raises(ModelError, match=r"lacks norm\.weight and has unknown other"):
+        load(kept, model, KINDS)
+    save_file({**whole, "norm.weight": weight[:5].clone()}, file)
+    with pytest.raises(ModelError, match=r"norm\.weight has the shape \[5\]"):
+        load(kept, model, KINDS)
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ModelError, match="cut off"):
+        load(kept, model, KINDS)
+    config = json.loads((kept / "config.json").read_text())
+    (kept / "config.json").write_text(json.dumps({**config, "kind": "meduza"}))
+    with pytest.raises(InputError, match="Did you mean 'medusa'"):
+        load(kept, model, KINDS)
+    del config["settings"]
+    (kept / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="lacks settings"):
+        load(kept, model, KINDS)
+    (kept / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="no JSON"):
+        load(kept, model, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tree": ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))}, "4 tokens deep, and there are 3 heads"),
+        ({"tree": ((0,), (1, 0))}, r"the path \(1, 0\) but not \(1,\)"),
+        ({"tree": "best"}, "must be 'confidence'"),
+        ({"tree": ((0, -1),)}, "paths of ranks"),
+        ({"tree": 3}, "paths of ranks"),
+        ({"tree": "measured"}, "no measured accuracies"),
+        ({"rows": 0}, "out of range"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    model = tiny("Llama")
+    with pytest.raises(InputError, match=message):
+        Decoder(model).prepare(method_for("medusa", random_heads("medusa", model), **settings))
+
+
+def test_without_heads_the_error_says_how_to_get_some() -> None:
+    with pytest.raises(ModelError, match="outpace train hydra"):
+        Decoder(tiny("Llama")).prepare("hydra")
+    with pytest.raises(ModelError, match="no folder of heads"):
+        Decoder(tiny("Llama")).prepare("hydra", heads="/nowhere")

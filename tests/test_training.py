@@ -1,0 +1,189 @@
+"""Training heads on a tiny model: what it reads, that it learns, that it goes on after a stop."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import InputError
+from outpace.heads import KINDS, AmphistaSettings, HeadSettings, MedusaSettings
+from outpace.heads.blocks import BlockShape
+from outpace.models.hf import HFModel, last_layers, layer_sizes
+from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
+from outpace.training.trainer import Plan, Trainer
+
+from .conftest import VOCABULARY, tiny
+
+SETTINGS: dict[str, HeadSettings] = {
+    "medusa": MedusaSettings(count=2),
+    "hydra": HeadSettings(count=2),
+    "amphista": AmphistaSettings(count=2),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Text]:
+    folder = tmp_path_factory.mktemp("answers")
+    rng = random.Random(0)
+    prompts = [rng.choices(range(VOCABULARY), k=rng.randrange(2, 9)) for _ in range(48)]
+    write_answers(tiny("Llama"), prompts, folder, [], batch=16, new_tokens=24)
+    return read_answers(folder)
+
+
+def trainer(plan: Plan, seed: int = 0) -> Trainer:
+    model = tiny("Llama")
+    torch.manual_seed(seed)
+    shape = BlockShape(**layer_sizes(model))
+    heads = {name: KINDS[name](SETTINGS[name], shape) for name in KINDS}
+    adapted = HFModel(model)
+    for part in heads.values():
+        part.begin_from(adapted.ends().norm, last_layers(model, 2))
+    return Trainer(model, adapted.norm, adapted.ends(), heads, plan)
+
+
+def test_answers_are_the_models_own(texts: list[Text]) -> None:
+    assert len(texts) == 48
+    greedy = 0
+    for text in texts[::5]:
+        ids = text.tokens[None, : text.prompt]
+        own = tiny("Llama").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        greedy += torch.equal(own[0], text.tokens)
+    assert 0 < greedy < 10  # some batches are sampled
+
+
+def test_answers_that_are_there_are_not_written_again(tmp_path: Path) -> None:
+    prompts = [[1, 2], [3, 4, 5]]
+    write_answers(tiny("Llama"), prompts, tmp_path, [], batch=1, new_tokens=4)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    assert len(before) == 2
+    next(iter(before)).unlink()
+    write_answers(tiny("Llama"), prompts, tmp_path, [], batch=1, new_tokens=4)
+    after = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    assert after.keys() == before.keys()
+    assert sum(after[file] == before[file] for file in before) == 1
+
+
+def test_an_answer_ends_with_the_first_end_token(tmp_path: Path) -> None:
+    write_answers(tiny("Llama"), [[1, 2, 3]], tmp_path, [], batch=1, new_tokens=8, greedy=True)
+    (whole,) = read_answers(tmp_path)
+    end = int(whole.tokens[5])
+    write_answers(tiny("Llama"), [[1, 2, 3]], tmp_path / "cut", [end], batch=1, new_tokens=8, greedy=True)
+    (cut,) = read_answers(tmp_path / "cut")
+    assert cut.tokens.tolist() == whole.tokens[: whole.tokens.tolist().index(end, 3) + 1].tolist()
+
+
+def test_batches_hold_every_text_once(texts: list[Text]) -> None:
+    seen = []
+    for batch in batches(texts, 200, random.Random(1)):
+        assert batch.tokens.numel() <= 200
+        for tokens, length in zip(batch.tokens, batch.lengths, strict=True):
+            seen.append(tuple(tokens[:length].tolist()))
+    assert sorted(seen) == sorted(tuple(text.tokens.tolist()) for text in texts)
+
+
+def test_heads_learn(texts: list[Text]) -> None:
+    one = trainer(Plan(updates=60, tokens=400, rate=1e-2, copied_rate=3e-3))
+    before = one.accuracies(texts)
+    shares: list[float] = []
+    losses: list[dict[str, list[float]]] = []
+
+    def show(share: float, text: str) -> None:
+        shares.append(share)
+        losses.append(dict(one.progress.losses))
+
+    one.run(texts, show)
+    after = one.accuracies(texts)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    for name in KINDS:
+        assert sum(losses[-1][name]) < 0.9 * sum(losses[0][name]), name
+        assert after[name].sum() > before[name].sum(), name
+        assert (after[name].sum(1) <= 1.0001).all()
+
+
+def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
+    """Against the definition, one text and one head at a time."""
+    one = trainer(Plan(updates=1))
+    (batch,) = batches(texts[:3], 10**6, random.Random(0))
+    model, heads = tiny("Llama"), one.heads["hydra"]
+    adapted = HFModel(model)
+    ends = adapted.ends()
+    from outpace.models.hf import final_states
+
+    hidden = final_states(model, adapted.norm, batch.tokens, batch.mask)
+    with torch.no_grad():
+        states = heads.states(hidden, ends.embed(batch.tokens), ends)
+        leaves = {name: part.states(hidden, ends.embed(batch.tokens), ends) for name, part in one.heads.items()}
+        for row in range(3):
+            length = int(batch.lengths[row])
+            alone = final_states(model, adapted.norm, batch.tokens[row : row + 1, :length], batch.mask[:1, :length])
+            torch.testing.assert_close(alone[0], hidden[row, :length], rtol=1e-3, atol=1e-3)
+    found = one._backward(
+        {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}, hidden, *one._places(batch)
+    )
+    for head in range(2):
+        losses = []
+        for row in range(3):
+            for guessed in range(int(batch.prompts[row]) + 1 + head, int(batch.lengths[row])):
+                target = model.lm_head(model.model.norm(hidden[row, guessed - 1])).softmax(-1)
+                logits = model.lm_head(states[head, row, guessed - 2 - head])
+                losses.append(-(target * logits.log_softmax(-1)).sum())
+        assert found["hydra"][head] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
+
+
+def test_training_goes_on_after_a_stop(texts: list[Text], tmp_path: Path) -> None:
+    plan = Plan(updates=6, tokens=300, save_every=0)
+    first = trainer(plan)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(texts, _stop_at(0.5), tmp_path / "checkpoint.pt")
+    second = trainer(plan, seed=5)
+    second.resume(tmp_path / "checkpoint.pt")
+    assert second.progress.update == 2  # the third was not saved any more
+    second.run(texts, checkpoint=tmp_path / "checkpoint.pt")
+    assert second.progress.update == 6
+    (tmp_path / "checkpoint.pt").write_bytes(b"half")
+    with pytest.raises(InputError, match="Delete it to begin anew"):
+        second.resume(tmp_path / "checkpoint.pt")
+
+
+def _stop_at(share: float) -> Any:
+    def show(done: float, text: str) -> None:
+        if done >= share:
+            raise KeyboardInterrupt
+
+    return show
+
+
+def test_prompts_are_read_in_all_formats(tmp_path: Path) -> None:
+    lines = [{"prompt": "a"}, {"question": "b"}, {"turns": ["c", "d"]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert read_prompts(file) == ["a", "b", "c"]
+    with gzip.open(tmp_path / "prompts.jsonl.gz", "wt") as packed:
+        packed.write(file.read_text())
+    assert read_prompts(tmp_path / "prompts.jsonl.gz") == ["a", "b", "c"]
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    assert read_prompts(tmp_path / "prompts.txt") == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "has no prompts"), ('{"prompt": "a"}\n{"prompt"', "line 2"), ('{"text": "a"}', "line 1"), ("[1]", "line 1")],
+)
+def test_broken_prompt_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_prompts(file)
+
+
+def test_bad_plans_are_refused() -> None:
+    for options in ({}, {"updates": 1, "minutes": 1.0}, {"updates": 1, "hard": 2.0}, {"updates": 1, "rate": 0.0}):
+        with pytest.raises(InputError):
+            Plan(**options)
