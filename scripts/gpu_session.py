@@ -3,6 +3,7 @@
     python scripts/gpu_session.py shape                          a step of a Llama-3.1-8B shape, by rows and context
     python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
     python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
+    python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
 
 DIR holds the embedded model (`--gguf PART1 PART2` makes it, as in measure.py), FILE is Spec-Bench's question file. The
 7B model is the embedded one widened eightfold: every feature is repeated, so it computes the same function with 7.25
@@ -16,6 +17,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,31 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from measure import assemble, spec_bench
-from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace import (
+    Amphista,
+    Autoregressive,
+    Decoder,
+    DraftModel,
+    Hydra,
+    Jacobi,
+    Lookahead,
+    Medusa,
+    Method,
+    PromptLookup,
+    Sampling,
+)
 from outpace.bench.calibration import calibrate
+from outpace.chart import print_accuracies
 from outpace.draft import Draft, chain
+from outpace.heads import Heads
 from outpace.models.hf import HFModel
+from outpace.models.loading import load
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
+from outpace.training.data import read_answers
+from outpace.training.run import make_heads
+from outpace.training.trainer import Plan, Trainer
 
 CONSOLE = Console(width=150)
 NEW_TOKENS = 128
@@ -169,7 +189,43 @@ def load_wide(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return widen(small, arguments.times), AutoTokenizer.from_pretrained(arguments.model)
 
 
-def methods(wide: Any) -> dict[str, Method]:
+def widen_heads(heads: Heads, times: int) -> Heads:
+    """Heads for the widened model, that guess the same."""
+    shape = replace(
+        heads.shape,
+        width=heads.shape.width * times,
+        heads=heads.shape.heads * times,
+        key_heads=heads.shape.key_heads * times,
+        inner=heads.shape.inner * times,
+    )
+    wide = type(heads)(heads.settings, shape).to(DEVICE, DTYPE)
+    narrow = heads.state_dict()
+    for name, weight in wide.state_dict().items():
+        small = narrow[name]
+        if small.dim() == 1 or name == "positions":
+            weight.copy_(small.repeat(*[1] * (small.dim() - 1), times))
+        elif "from_tokens" in name:  # several tokens side by side, each as wide as a state
+            parts = small.unflatten(1, (-1, heads.shape.width))
+            weight.copy_(parts.repeat(times, 1, times).flatten(1) / times)
+        else:
+            weight.copy_(small.repeat(times, times) / times)
+    return wide.eval()
+
+
+def with_heads(small: Any, times: int) -> dict[str, Method]:
+    """The methods whose heads come with Outpace, for the widened model."""
+    found: dict[str, Method] = {}
+    adapted = HFModel(small.to(DEVICE, DTYPE))
+    for kind in (Medusa, Hydra, Amphista):
+        ready: Any = kind().prepare(adapted)
+        heads = widen_heads(ready.heads.heads, times)
+        for rows in (16, 64):
+            found[f"{kind.name} ({rows} rows)"] = kind(heads=heads, rows=rows, priced=False)
+        found[f"{kind.name}, priced"] = kind(heads=heads, rows=64)
+    return found
+
+
+def methods() -> dict[str, Method]:
     return {
         "plain": Autoregressive(),
         "jacobi (16)": Jacobi(),
@@ -202,7 +258,11 @@ def wide(arguments: argparse.Namespace) -> None:
     print("layers", {name: round(1000 * cost, 2) for name, cost in curve.segments.items()})
     print("drafting", {name: round(1000 * cost, 2) for name, cost in curve.drafting.items()})
     runners: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {}
-    for name, method in methods(model).items():
+    small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    tried = {
+        name: decoder.prepare(method) for name, method in {**methods(), **with_heads(small, arguments.times)}.items()
+    }
+    for name, method in tried.items():
         runners[name] = lambda prompt, method=method: ours(decoder, method, prompt)
     runners["transformers generate"] = lambda prompt: theirs(model, prompt)
     runners["transformers prompt lookup"] = lambda prompt: theirs(model, prompt, prompt_lookup_num_tokens=10)
@@ -294,6 +354,33 @@ def exact(arguments: argparse.Namespace) -> None:
     CONSOLE.print(table, price)
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "without auto-embedding": {"auto_embedding": False},
+    "without positions": {"positions": False},
+    "one stage": {"stages": 1},
+    "no adaptation": {"stages": 0},
+}
+
+
+def ablation(arguments: argparse.Namespace) -> None:
+    """Amphista and what is left when a part is taken away, trained on the same batches; held-out accuracies."""
+    model, tokenizer = load(arguments.model, DTYPE, DEVICE)
+    decoder = Decoder(model, tokenizer, runtime="plain")
+    torch.manual_seed(0)
+    heads = {name: make_heads(model, "amphista", settings) for name, settings in VARIANTS.items()}
+    folders = sorted(Path(arguments.answers).glob("round-*"))
+    texts = [text for folder in folders for text in read_answers(folder)]
+    plan = Plan(minutes=arguments.minutes, tokens=arguments.batch_tokens)
+    trainer = Trainer(model, decoder.model.norm, decoder.model.ends(), heads, plan)
+    trainer.run(texts)
+    found = trainer.accuracies(read_answers(Path(arguments.answers) / "held-out"))
+    print(f"{trainer.progress.update} updates of {plan.tokens} tokens, {trainer.progress.seconds:.0f} s")
+    for name, part in heads.items():
+        print(f"{name}: {sum(weight.numel() for weight in part.parameters()) / 1e6:.1f} million weights")
+    print_accuracies(CONSOLE, {name: part.tolist() for name, part in found.items()})
+
+
 def first_layers(model: Any, count: int) -> Any:
     """A draft model: the target's own first layers, under its own head."""
     config = copy.deepcopy(model.config)
@@ -308,7 +395,7 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact"])
+    parser.add_argument("what", choices=["shape", "wide", "exact", "ablation"])
     parser.add_argument("--model", help="the embedded model's folder, for wide and exact")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
@@ -317,13 +404,18 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact")
+    parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of training, for ablation")
+    parser.add_argument("--batch-tokens", type=int, default=16384, help="of an update, for ablation")
     parser.add_argument("--times", type=int, default=8, help="how many times as wide")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here")
-    if arguments.what != "shape" and not (arguments.model and arguments.data and arguments.data.is_file()):
+    if arguments.what in ("wide", "exact") and not (arguments.model and arguments.data and arguments.data.is_file()):
         parser.error(f"{arguments.what} needs --model and --data")
-    {"shape": shape, "wide": wide, "exact": exact}[arguments.what](arguments)
+    if arguments.what == "ablation" and not (arguments.model and arguments.answers):
+        parser.error("ablation needs --model and --answers")
+    {"shape": shape, "wide": wide, "exact": exact, "ablation": ablation}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

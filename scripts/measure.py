@@ -30,9 +30,22 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace import (
+    Amphista,
+    Autoregressive,
+    Decoder,
+    DraftModel,
+    Hydra,
+    Jacobi,
+    Lookahead,
+    Medusa,
+    Method,
+    PromptLookup,
+    Sampling,
+)
 from outpace.bench.calibration import calibrate
 from outpace.bench.prompts import PROMPTS
+from outpace.methods import METHODS
 from outpace.models import bundled
 from outpace.models.loading import load
 
@@ -65,7 +78,20 @@ STEPS: dict[str, Method] = {
     "lookahead, keys of one token": Lookahead(longest_key=1),
     "lookahead, reach 0": Lookahead(reach=0),
     "lookahead, no recycling": Lookahead(recycle=False),
+    "medusa": Medusa(),
+    "hydra": Hydra(),
+    "amphista": Amphista(),
+    "medusa, measured tree": Medusa(tree="measured"),
+    "hydra, measured tree": Hydra(tree="measured"),
+    "amphista, measured tree": Amphista(tree="measured"),
+    "medusa, not coupled": Medusa(coupled=False),
+    "hydra, not coupled": Hydra(coupled=False),
+    "amphista, not coupled": Amphista(coupled=False),
+    "medusa, 16 rows": Medusa(rows=16),
+    "hydra, 16 rows": Hydra(rows=16),
+    "amphista, 16 rows": Amphista(rows=16),
 }
+HEADS = ("medusa", "hydra", "amphista")
 # On a CPU every row costs, so the clock runs small settings too.
 CLOCK: dict[str, Method] = {
     "jacobi (7)": Jacobi(window=7),
@@ -122,12 +148,15 @@ def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
     seed = unit["seed"]
     small = seed is not None
     sampling = Sampling() if seed is None else Sampling(temperature=0.8, top_p=0.95, seed=seed)
-    methods: list[Method] = [
-        Jacobi(window=4 if small else 16),
-        PromptLookup(rows=8, gate=0.2) if small else PromptLookup(),
-        Lookahead(window=5, ngram=4, guesses=5) if small else Lookahead(),
-        DraftModel(model=first_layers(4), length=3),
-    ]
+    if unit.get("only") == "heads":
+        methods: list[Method] = [METHODS[name](rows=16 if small else 64) for name in HEADS]
+    else:
+        methods = [
+            Jacobi(window=4 if small else 16),
+            PromptLookup(rows=8, gate=0.2) if small else PromptLookup(),
+            Lookahead(window=5, ngram=4, guesses=5) if small else Lookahead(),
+            DraftModel(model=first_layers(4), length=3),
+        ]
     plain = _decoder.generate(prompt, method=PLAIN, max_new_tokens=NEW_TOKENS, sampling=sampling).token_ids
     found = {}
     if seed is None:
@@ -139,9 +168,17 @@ def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
     return {**unit, "tokens": len(plain), "equal": found}
 
 
+@functools.cache
+def prepared(name: str) -> Method:
+    """A method of the table, with what it has to load."""
+    return _decoder.prepare(STEPS[name])
+
+
 def steps_unit(unit: dict[str, Any]) -> dict[str, Any]:
     """One method on one Spec-Bench prompt: tokens and steps."""
-    result = _decoder.generate(unit["text"], method=STEPS[unit["method"]], max_new_tokens=NEW_TOKENS)
+    sampling = Sampling(temperature=unit.get("temperature", 0.0), seed=unit["question"])
+    method = prepared(unit["method"])
+    result = _decoder.generate(unit["text"], method=method, max_new_tokens=NEW_TOKENS, sampling=sampling)
     kept = {key: value for key, value in unit.items() if key != "text"}
     return {**kept, "tokens": result.new_tokens, "steps": result.steps, "accepted": result.accepted_per_step}
 
@@ -190,8 +227,13 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(methods: dict[str, Method], only: str) -> list[str]:
-    """The method of that name, or else those whose names begin so."""
-    return [only] if only in methods else [name for name in methods if name.startswith(only)]
+    """The method of that name, or else those whose names begin so. `/` stands between several."""
+    parts = only.split("/")
+    return [
+        name
+        for name in methods
+        if name in parts or any(part not in methods and name.startswith(part) for part in parts)
+    ]
 
 
 def task_of(category: str) -> str:
@@ -210,7 +252,19 @@ def spec_bench(path: Path, each: int) -> list[dict[str, Any]]:
 
 
 def key(unit: dict[str, Any]) -> str:
-    names = ("model", "dtype", "prompt", "seed", "method", "question", "repeat", "only", "sized", "runtime")
+    names = (
+        "model",
+        "dtype",
+        "prompt",
+        "seed",
+        "method",
+        "question",
+        "repeat",
+        "only",
+        "sized",
+        "runtime",
+        "temperature",
+    )
     return json.dumps([unit.get(name) for name in names])
 
 
@@ -313,8 +367,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
     parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
     parser.add_argument(
-        "--only", default="", help="a method, or the beginning of some methods' names, for steps and clock"
+        "--only",
+        default="",
+        help="for steps and clock a method, or the beginning of some methods' names; for equal: heads",
     )
+    parser.add_argument("--temperature", type=float, default=0.0, help="for steps; each question is a seed")
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
@@ -334,12 +391,14 @@ def main() -> None:
         parser.error(f"steps needs --data with Spec-Bench's question file; {arguments.data} is none")
     if arguments.what == "equal":
         seeds = [None, *SEEDS]
-        units = [{"prompt": index, "seed": seed} for seed in seeds for index in range(len(prompts()))]
+        only = {"only": arguments.only} if arguments.only else {}
+        units = [{"prompt": index, "seed": seed, **only} for seed in seeds for index in range(len(prompts()))]
         table = equal_table(run(units, equal_unit, arguments))
     elif arguments.what == "steps":
         questions = spec_bench(arguments.data, arguments.each)
         chosen = named(STEPS, arguments.only)
-        units = [{**question, "method": name} for name in chosen for question in questions]
+        warmth = {"temperature": arguments.temperature} if arguments.temperature else {}
+        units = [{**question, "method": name, **warmth} for name in chosen for question in questions]
         table = steps_table(run(units, steps_unit, arguments))
     else:
         units = [

@@ -24,7 +24,7 @@ LEVELS = [
     ["loop"],
     ["text"],
     ["hook", "decoder"],
-    ["bench", "race"],
+    ["bench", "race", "training"],
     ["board"],
     ["chart"],
     ["serve", "cli"],

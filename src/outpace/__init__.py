@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedModel,
     )
-    from .methods import Autoregressive, DraftModel, Jacobi, Lookahead, Method, PromptLookup
+    from .methods import Amphista, Autoregressive, DraftModel, Hydra, Jacobi, Lookahead, Medusa, Method, PromptLookup
     from .picking import Sampling
     from .runtime.costs import CostCurve
 
@@ -38,22 +38,35 @@ _HOMES = {
         "UnknownNameError",
         "UnsupportedModel",
     ),
-    "methods": ("Autoregressive", "DraftModel", "Jacobi", "Lookahead", "Method", "PromptLookup"),
+    "methods": (
+        "Amphista",
+        "Autoregressive",
+        "DraftModel",
+        "Hydra",
+        "Jacobi",
+        "Lookahead",
+        "Medusa",
+        "Method",
+        "PromptLookup",
+    ),
     "picking": ("Sampling",),
     "runtime.costs": ("CostCurve",),
 }
 
 __all__ = [
+    "Amphista",
     "Autoregressive",
     "CostCurve",
     "Decoder",
     "Draft",
     "DraftModel",
     "FetchError",
+    "Hydra",
     "InputError",
     "InvalidLogits",
     "Jacobi",
     "Lookahead",
+    "Medusa",
     "Method",
     "ModelError",
     "OutpaceError",

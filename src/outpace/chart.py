@@ -1,8 +1,8 @@
-"""Cost curves, drawn: in a terminal with rich, in a file with matplotlib."""
+"""Progress, cost curves and accuracies, drawn: in a terminal with rich, in a file with matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +18,22 @@ BAR = 40
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error; the function it gives is told which share is finished."""
+def progress_bar(what: str) -> Iterator[Callable[..., None]]:
+    """A bar on standard error; the function it gives is told which share is finished, and maybe what to write."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=1.0)
-        yield lambda share: progress.update(task, completed=share)
+        yield lambda share, text=what: progress.update(task, completed=share, description=text)
+
+
+def print_accuracies(console: Console, accuracies: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    """How often the model's choice is among the first guesses of each head."""
+    tops = (1, 2, 5, 10)
+    rows = [
+        [name, str(head), *(f"{sum(ranks[:top]):.3f}" for top in tops)]
+        for name, heads in accuracies.items()
+        for head, ranks in enumerate(heads, 1)
+    ]
+    console.print(table_of(["heads", "head", *(f"top {top}" for top in tops)], rows))
 
 
 def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:

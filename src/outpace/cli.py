@@ -1,4 +1,4 @@
-"""The command line: `outpace generate`, `outpace race`, `outpace calibrate`, `outpace models`.
+"""The command line: `outpace generate`, `race`, `train`, `export`, `calibrate`, `models`.
 
 What is asked for goes to standard output, everything else to standard error. torch and transformers take seconds to
 import, so that happens inside the commands, after the arguments are read.
@@ -225,6 +225,92 @@ def calibrate(
 
 
 @app.command()
+def train(
+    kinds: Annotated[list[str], typer.Argument(help="medusa, hydra, amphista: one or several, trained together.")],
+    prompts: Annotated[Path, typer.Option(help="JSON lines with prompts; the model's own answers are trained on.")],
+    out: Annotated[Path, typer.Option(help="Where the heads go, a folder each, and the answers.")],
+    model: Model = "smollm2-135m",
+    answers: Annotated[
+        Path | None, typer.Option(help="Where answers are kept and found again. Default: in --out.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="KIND.NAME=VALUE", help="A setting of the heads. May be repeated.")
+    ] = [],  # noqa: B006
+    updates: Annotated[int, typer.Option(help="Stop after so many updates.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Or after so many minutes.")] = 0.0,
+    tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 32768,
+    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
+    copied_rate: Annotated[float, typer.Option(help="The same for layers taken over from the model.")] = 3e-4,
+    weight: Annotated[float, typer.Option(help="Of each head's loss, relative to the head before it.")] = 0.8,
+    hard: Annotated[float, typer.Option(help="Share of the loss that counts the model's choice alone.")] = 0.0,
+    held_out: Annotated[int, typer.Option(help="Prompts kept back, to measure accuracies on.")] = 256,
+    rounds: Annotated[int, typer.Option(help="How often all prompts are answered.")] = 1,
+    batch: Annotated[int, typer.Option(help="Prompts that are answered at a time.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
+    answer_minutes: Annotated[float, typer.Option(help="Stop answering after so long; 0: when all is answered.")] = 0.0,
+    seed: Seed = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train heads that draft, on the model's own answers. Ends with a table of held-out accuracies."""
+    from .board import console_for_output
+    from .chart import print_accuracies, progress_bar
+    from .training.data import read_prompts
+    from .training.run import Answers, make_heads, settings_of
+    from .training.run import answers as get_answers
+    from .training.run import train as run
+    from .training.trainer import Plan
+
+    plan = Plan(updates, minutes, tokens, rate, copied_rate, weight, hard, seed=seed)
+    how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
+    given = _grouped(kinds, settings, "kind of heads to train", "KIND.NAME=VALUE, as in --set amphista.stages=1")
+    texts = read_prompts(prompts)
+    decoder, loaded = _load_both(model, dtype, device)
+    heads = {kind: make_heads(loaded, kind, settings_of(kind, given[kind])) for kind in kinds}
+    with progress_bar("answering") as show:
+        train_on, held = get_answers(decoder, loaded, texts, answers or out / "answers", how, show)
+    made_by = {"prompts": prompts.name, **asdict(how)}
+    with progress_bar("training") as show:
+        found = run(
+            *(loaded, decoder.model, heads, train_on, held, plan, out), resume=resume, made_by=made_by, show=show
+        )
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "accuracies": {name: part.tolist() for name, part in found.items()}}))
+        return
+    print_accuracies(console_for_output(), {name: part.tolist() for name, part in found.items()})
+    typer.echo(f"kept in {out}: use them with --method KIND --set heads={out}/KIND", err=True)
+
+
+@app.command()
+def export(
+    kind: Annotated[str, typer.Argument(help="medusa")],
+    folder: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
+    to: Annotated[str, typer.Option(metavar="vllm|tgi|reference", help="Whose format.")],
+    heads: Annotated[
+        Path | None, typer.Option(help="Trained heads. Default: those that come with Outpace.", show_default=False)
+    ] = None,
+    model: Model = "smollm2-135m",
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Write trained heads to FOLDER in the format of another system."""
+    from .heads import KINDS
+    from .heads.exporting import FORMATS
+    from .heads.exporting import export as write
+
+    if kind not in KINDS:
+        raise UnknownNameError("kind of heads", kind, KINDS)
+    if to not in FORMATS:
+        raise UnknownNameError("format", to, FORMATS)
+    decoder = _load(model, dtype, device, "plain")
+    method: Any = decoder.prepare(kind, **({"heads": str(heads)} if heads else {}))
+    write(method.heads.heads, decoder.model, to, folder)
+    typer.echo(f"written to {folder}", err=True)
+
+
+@app.command()
 def models(as_json: Json = False) -> None:
     """List the embedded models."""
     from .models import bundled
@@ -299,16 +385,22 @@ def _convert(method: str, name: str, value: str, kind: object) -> object:
 def _entries(names: Sequence[str], settings: Iterable[str], device: str | None) -> list[Entry]:
     """The methods of a race, with their settings."""
     names = [name.strip() for name in names]
+    given = _grouped(names, settings, "method in this race", "METHOD.NAME=VALUE, as in --set lookahead.window=5")
+    return [_entry(name, given[name], device) for name in names]
+
+
+def _grouped(names: Sequence[str], settings: Iterable[str], kind: str, form: str) -> dict[str, dict[str, str]]:
+    """Settings like OWNER.NAME=VALUE by owner."""
     given: dict[str, dict[str, str]] = {name: {} for name in names}
     for setting in settings:
         key, value = _split(setting)
-        method, dot, name = key.partition(".")
+        owner, dot, name = key.partition(".")
         if not (dot and name):
-            raise InputError(f"--set {setting}: expected METHOD.NAME=VALUE, as in --set lookahead.window=5.")
-        if method not in given:
-            raise UnknownNameError("method in this race", method, given)
-        given[method][name] = value
-    return [_entry(name, given[name], device) for name in names]
+            raise InputError(f"--set {setting}: expected {form}.")
+        if owner not in given:
+            raise UnknownNameError(kind, owner, given)
+        given[owner][name] = value
+    return given
 
 
 def _load(model: str, dtype: str | None, device: str | None, runtime: str, exact: bool = False) -> Decoder:
@@ -321,6 +413,18 @@ def _load(model: str, dtype: str | None, device: str | None, runtime: str, exact
         raise UnknownNameError("runtime", runtime, RUNTIMES)
     logging.disable_progress_bar()
     return load(model, method="autoregressive", dtype=dtype, device=device, runtime=runtime, exact=exact)
+
+
+def _load_both(model: str, dtype: str | None, device: str | None) -> tuple[Decoder, Any]:
+    """A decoder and the transformers model in it."""
+    from transformers.utils import logging
+
+    from .decoder import Decoder
+    from .models.loading import load
+
+    logging.disable_progress_bar()
+    loaded = load(model, dtype, device)
+    return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime="plain"), loaded.model
 
 
 def _stream(decoder: Decoder, prompt: str, options: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from ..draft import Draft, Scores, Tree, Verdict
 from ..errors import InputError, ModelError
 from ..heads import KINDS, Heads
+from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
 from ..heads.trees import best_tree
 from ..models.adapter import Model
@@ -86,7 +87,10 @@ class Headed(Method):
             folder = Path(self.heads).expanduser()
             if not folder.is_dir():
                 raise ModelError(f"{self.name}: {folder} is no folder of heads. Make one with `outpace train`.")
-            found = Ready(*load(folder, model, KINDS))
+            if is_reference(folder):
+                found = Ready(load_reference(folder, model), Stored({}))
+            else:
+                found = Ready(*load(folder, model, KINDS))
             if found.heads.kind != self.kind:
                 raise ModelError(
                     f"{folder} holds {found.heads.kind} heads, not {self.kind}. Use the method {found.heads.kind}."

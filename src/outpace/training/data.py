@@ -99,8 +99,23 @@ def write_answers(
     show(len(batches), len(batches))
 
 
-@torch.inference_mode()
 def _answer(
+    model: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], new_tokens: int, temperature: float, seed: int
+) -> list[Text]:
+    """Answers to a batch of prompts; in two halves, if the device has no memory for it."""
+    try:
+        return _write(model, prompts, ends, new_tokens, temperature, seed)
+    except torch.OutOfMemoryError:
+        if len(prompts) == 1:
+            raise
+    torch.cuda.empty_cache()
+    half = len(prompts) // 2
+    rest = (ends, new_tokens, temperature, seed)
+    return [*_answer(model, prompts[:half], *rest), *_answer(model, prompts[half:], *rest)]
+
+
+@torch.inference_mode()
+def _write(
     model: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], new_tokens: int, temperature: float, seed: int
 ) -> list[Text]:
     longest = max(map(len, prompts))

@@ -1,0 +1,177 @@
+"""From prompts to trained heads: answers, training, held-out accuracies, files."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..decoder import Decoder
+from ..errors import InputError, UnknownNameError
+from ..heads import KINDS, Heads
+from ..heads.base import HeadSettings
+from ..heads.blocks import BlockShape
+from ..heads.storing import Stored, fingerprint, save
+from ..heads.trees import best_tree
+from ..models.hf import HFModel, last_layers, layer_sizes
+from .data import Text, read_answers, write_answers
+from .trainer import Plan, Trainer
+
+TREE = 256  # nodes that are stored
+Show = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Which answers to train on: of how many prompts, in how many rounds, how long."""
+
+    held_out: int = 256  # prompts kept back, answered greedily: accuracies are measured on them
+    rounds: int = 1  # each round answers all prompts once more, sampled otherwise
+    batch: int = 256
+    new_tokens: int = 256
+    minutes: float = 0.0  # stop answering after so long; 0: when all prompts are answered
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.held_out, self.rounds, self.batch, self.new_tokens) < 1 or self.minutes < 0:
+            raise InputError("held_out, rounds, batch and new_tokens must be at least 1, minutes at least 0.")
+
+
+def make_heads(model: Any, kind: str, settings: Mapping[str, Any]) -> Heads:
+    """New heads for a loaded transformers model, begun from its own layers."""
+    if kind not in KINDS:
+        raise UnknownNameError("kind of heads", kind, KINDS)
+    known = KINDS[kind].settings_type
+    for name in settings:
+        if name not in known.__dataclass_fields__:
+            raise UnknownNameError(f"setting of {kind} heads", name, known.__dataclass_fields__)
+    heads = KINDS[kind](known(**settings), BlockShape(**layer_sizes(model)))
+    heads.begin_from(HFModel(model).ends().norm, last_layers(model, 2))
+    return heads
+
+
+def answers(
+    decoder: Decoder,
+    model: Any,
+    prompts: Sequence[str],
+    folder: Path,
+    how: Answers,
+    show: Show = lambda share, text: None,
+) -> tuple[list[Text], list[Text]]:
+    """Texts to train on and held-out ones, written by the model where the folder does not have them yet."""
+    about = {"base": fingerprint(decoder.model), "prompts": len(prompts), **asdict(how)}
+    about.pop("minutes")
+    _claim(folder, about)
+    shuffled = list(prompts)
+    random.Random(how.seed).shuffle(shuffled)
+    if len(shuffled) <= how.held_out:
+        raise InputError(f"{len(shuffled)} prompts are too few to hold {how.held_out} out. Lower --held-out.")
+    encoded = [decoder.encode(prompt) for prompt in shuffled]
+    begun = time.perf_counter()
+
+    def enough() -> bool:
+        return how.minutes > 0 and time.perf_counter() - begun > 60 * how.minutes
+
+    common: dict[str, Any] = {"batch": how.batch, "new_tokens": how.new_tokens}
+    ends = sorted(decoder.ends)
+    for number in range(how.rounds + 1):
+        name = "held-out" if number == 0 else f"round-{number}"
+
+        def tell(done: int, total: int, name: str = name, number: int = number) -> None:
+            show((number + done / total) / (how.rounds + 1), f"answers, {name}: {done} of {total} batches")
+
+        if number == 0:
+            write_answers(model, encoded[: how.held_out], folder / name, ends, greedy=True, show=tell, **common)
+        else:
+            write_answers(
+                *(model, encoded[how.held_out :], folder / name, ends),
+                seed=how.seed + 1000 * number,
+                show=tell,
+                enough=enough,
+                **common,
+            )
+    rounds = [folder / f"round-{number}" for number in range(1, how.rounds + 1)]
+    found = [text for round_ in rounds if any(round_.glob("answers-*")) for text in read_answers(round_)]
+    return found or read_answers(rounds[0]), read_answers(folder / "held-out")
+
+
+def _claim(folder: Path, about: Mapping[str, Any]) -> None:
+    """Note what the answers in a folder are; refuse one with others."""
+    note = folder / "about.json"
+    text = json.dumps(about, indent=1, sort_keys=True)
+    try:
+        if not note.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            note.write_text(text)
+        elif note.read_text() != text:
+            raise InputError(
+                f"{folder} holds answers of another model, to other prompts or by other settings. Name another "
+                "folder with --answers, or delete this one."
+            )
+    except OSError as error:
+        raise InputError(f"answers cannot be kept in {folder}: {error.strerror}.") from error
+
+
+def train(
+    model: Any,
+    adapted: Any,
+    heads: Mapping[str, Heads],
+    texts: Sequence[Text],
+    held_out: Sequence[Text],
+    plan: Plan,
+    out: Path,
+    *,
+    resume: bool = False,
+    made_by: Mapping[str, Any] | None = None,
+    show: Show = lambda share, text: None,
+) -> dict[str, torch.Tensor]:
+    """Train heads together and write each to its folder in `out`; their held-out accuracies [heads, ranks] by name."""
+    checkpoint = out / "checkpoint.pt"
+    if checkpoint.exists() and not resume:
+        raise InputError(f"{checkpoint} is of a training that was stopped. Go on with --resume, or delete it.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written to: {error.strerror}.") from error
+    trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan)
+    if checkpoint.exists():
+        trainer.resume(checkpoint)
+    trainer.run(texts, show, checkpoint)
+    accuracies = trainer.accuracies(held_out)
+    base = fingerprint(adapted)
+    tokens = sum(len(text.tokens) - text.prompt for text in texts)
+    training = {
+        **asdict(plan),
+        **(made_by or {}),
+        "answers": len(texts),
+        "answer_tokens": tokens,
+        "updates": trainer.progress.update,
+        "seconds": round(trainer.progress.seconds),
+    }
+    for name, part in heads.items():
+        found = [[round(share, 4) for share in ranks] for ranks in accuracies[name].tolist()]
+        tree = [list(path) for path in best_tree(found, TREE)]
+        save(part, Stored(base, found, tree, training), out / name)
+    checkpoint.unlink(missing_ok=True)
+    return accuracies
+
+
+def settings_of(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of heads from text, by the types of their fields."""
+    kinds: type[HeadSettings] = KINDS[kind].settings_type
+    converted: dict[str, Any] = {}
+    for name, value in given.items():
+        wanted = getattr(kinds.__dataclass_fields__.get(name), "type", None)
+        try:
+            converted[name] = {"true": True, "false": False}[value.lower()] if wanted == "bool" else int(value)
+        except (KeyError, ValueError):
+            raise InputError(
+                f"{kind}: {name}={value!r} must be {'true or false' if wanted == 'bool' else 'a whole number'}."
+            ) from None
+    return converted
