@@ -57,6 +57,21 @@ def test_answers_are_the_models_own(texts: list[Text]) -> None:
     assert 0 < greedy < 10  # some batches are sampled
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPTNeoX", "Qwen3", "GPT2"])
+def test_answers_in_batches_are_those_one_by_one(name: str, tmp_path: Path) -> None:
+    """Prompts of several lengths, in a batch with the batch's own attention, against transformers one at a time."""
+    model = tiny(name)
+    before = model.config._attn_implementation
+    rng = random.Random(name)
+    prompts = [rng.choices(range(VOCABULARY), k=length) for length in (3, 7, 4, 12)]
+    write_answers(model, prompts, tmp_path, [], batch=4, new_tokens=10, greedy=True)
+    assert model.config._attn_implementation == before
+    for text in read_answers(tmp_path):
+        ids = text.tokens[None, : text.prompt]
+        own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        assert torch.equal(own[0], text.tokens)
+
+
 def test_answers_that_are_there_are_not_written_again(tmp_path: Path) -> None:
     prompts = [[1, 2], [3, 4, 5]]
     write_answers(tiny("Llama"), prompts, tmp_path, [], batch=1, new_tokens=4)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from ..draft import Draft, Tree, chain
 from ..errors import UnsupportedModel
@@ -27,6 +30,7 @@ from .attention import SlotLists
 from .fusing import Fusion
 
 ATTENTION = "outpace"  # the name under which `attend` is known to transformers
+BATCHED = "outpace_batched"  # and `attend_in_batches`
 CHUNK = 512
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -243,6 +247,54 @@ def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor, mask: 
     finally:
         hook.remove()
     return found[0]
+
+
+@contextmanager
+def batched_decoding(model: PreTrainedModel) -> Iterator[None]:
+    """While it is open, the model writes many texts at a time quickly: see `attend_in_batches`."""
+    before = model.config._attn_implementation
+    if not getattr(model, "_supports_attention_backend", False):
+        yield
+        return
+    model.set_attn_implementation(BATCHED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attend_in_batches(
+    module: nn.Module,
+    query: torch.Tensor,  # [texts, heads, new, size]
+    key: torch.Tensor,  # [texts, kv heads, length, size]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # [texts, 1, new, length] bool
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """One new token of each of many texts: query heads that share keys read them together, once.
+
+    With a mask, torch's attention copies the keys for every query head first.
+    """
+    if (
+        query.shape[2] > 1
+        or attention_mask is None
+        or any(others.get(name) is not None for name in ("softcap", "s_aux"))
+    ):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if attention_mask is None:
+            new, length = query.shape[2], key.shape[2]
+            attention_mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
+        return attend(module, query, key, value, attention_mask, scaling, **others)
+    together = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    scores = together @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    weights = scores.masked_fill(~attention_mask, -math.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).reshape(len(query), 1, -1, query.shape[3]), None
+
+
+AttentionInterface.register(BATCHED, attend_in_batches)
+AttentionMaskInterface.register(BATCHED, sdpa_mask)
 
 
 def layer_sizes(model: PreTrainedModel) -> dict[str, Any]:

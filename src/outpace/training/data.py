@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from ..errors import InputError
 from ..heads.storing import read_tensors
+from ..models.hf import batched_decoding
 
 LONGEST_PROMPT = 512
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of one batch after another; 0 is greedy
@@ -89,7 +90,7 @@ def write_answers(
         half = file.with_suffix(".part")
         save_file(
             {
-                "tokens": torch.cat([answer.tokens for answer in answers]).to(torch.int32),
+                "tokens": _small(torch.cat([answer.tokens for answer in answers])),
                 "lengths": torch.tensor([len(answer.tokens) for answer in answers]),
                 "prompts": torch.tensor([answer.prompt for answer in answers]),
             },
@@ -114,6 +115,11 @@ def _answer(
     return [*_answer(model, prompts[:half], *rest), *_answer(model, prompts[half:], *rest)]
 
 
+def _small(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens in as few bytes as hold them."""
+    return tokens.to(torch.uint16 if int(tokens.max()) < 2**16 else torch.int32)
+
+
 @torch.inference_mode()
 def _write(
     model: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], new_tokens: int, temperature: float, seed: int
@@ -126,14 +132,15 @@ def _write(
     how: dict[str, Any] = {"do_sample": False}
     if temperature:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    written = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=new_tokens,
-        pad_token_id=pad,
-        eos_token_id=list(ends) or None,
-        **how,
-    )[:, longest:].cpu()
+    with batched_decoding(model):
+        written = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=new_tokens,
+            pad_token_id=pad,
+            eos_token_id=list(ends) or None,
+            **how,
+        )[:, longest:].cpu()
     answers = []
     for prompt, answer in zip(prompts, written, strict=True):
         over = torch.isin(answer, torch.tensor(list(ends))).nonzero()
@@ -147,7 +154,7 @@ def read_answers(folder: Path) -> list[Text]:
     texts: list[Text] = []
     for file in sorted(folder.glob("answers-*.safetensors")):
         stored = read_tensors(file)
-        parts = torch.split(stored["tokens"].long(), stored["lengths"].tolist())
+        parts = torch.split(stored["tokens"].to(torch.long), stored["lengths"].tolist())
         texts += [Text(tokens, prompt) for tokens, prompt in zip(parts, stored["prompts"].tolist(), strict=True)]
     if not texts:
         raise InputError(f"{folder} has no answers to train on.")
