@@ -276,17 +276,15 @@ def attend_in_batches(
 
     With a mask, torch's attention copies the keys for every query head first.
     """
-    if (
-        query.shape[2] > 1
-        or attention_mask is None
-        or any(others.get(name) is not None for name in ("softcap", "s_aux"))
-    ):
+    special = others.get("softcap") is not None or others.get("s_aux") is not None
+    if attention_mask is None:
+        new, length = query.shape[2], key.shape[2]
+        attention_mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
+    if query.shape[2] > 1 or special:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        if attention_mask is None:
-            new, length = query.shape[2], key.shape[2]
-            attention_mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
-        return attend(module, query, key, value, attention_mask, scaling, **others)
+        sees = attention_mask | ~attention_mask.any(-1, keepdim=True)  # what only fills up sees anything: no NaN
+        return attend(module, query, key, value, sees, scaling, **others)
     together = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     scores = together @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     weights = scores.masked_fill(~attention_mask, -math.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
