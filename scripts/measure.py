@@ -2,6 +2,7 @@
 
     python scripts/measure.py equal  --out out/equal.jsonl                 every method writes plain decoding's text
     python scripts/measure.py steps  --out out/steps.jsonl --data FILE     tokens a step by task (Spec-Bench's file)
+    python scripts/measure.py replay --out out/replay.jsonl --data FILE    the same for heads, on plain decoding's texts
     python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
 
 A table is printed last. On a machine without a package registry, carry the embedded model's GGUF file there, in parts
@@ -45,9 +46,11 @@ from outpace import (
 )
 from outpace.bench.calibration import calibrate
 from outpace.bench.prompts import PROMPTS
+from outpace.draft import Scores, Verdict, chain
 from outpace.methods import METHODS
 from outpace.models import bundled
 from outpace.models.loading import load
+from outpace.picking import Picker
 
 NEW_TOKENS = 128
 PLAIN = Autoregressive()
@@ -181,6 +184,48 @@ def steps_unit(unit: dict[str, Any]) -> dict[str, Any]:
     result = _decoder.generate(unit["text"], method=method, max_new_tokens=NEW_TOKENS, sampling=sampling)
     kept = {key: value for key, value in unit.items() if key != "text"}
     return {**kept, "tokens": result.new_tokens, "steps": result.steps, "accepted": result.accepted_per_step}
+
+
+def replay_unit(unit: dict[str, Any]) -> dict[str, Any]:
+    """All methods with heads on one Spec-Bench prompt: steps without the target.
+
+    What heads draft depends on the text and the target's states on it, both of which are known once plain decoding
+    has written the text: every method writes the same. So each step is drafted, but not computed again.
+    """
+    sampling = Sampling(temperature=unit.get("temperature", 0.0), seed=unit["question"])
+    prompt = _decoder.encode(unit["text"])
+    answer = _decoder.generate(prompt, method=PLAIN, max_new_tokens=NEW_TOKENS, sampling=sampling).token_ids
+    text, engine, hidden = [*prompt, *answer], _decoder.engine, list[torch.Tensor]()
+    with engine.pool.sequence(text) as sequence:
+        last = engine.score(sequence, chain(text[-1], (), ""), hidden.append).hidden
+    states = torch.cat([*hidden, last])
+    steps = {name: replay(prepared(name), sampling, len(prompt), text, states) for name in unit["methods"]}
+    kept = {key: value for key, value in unit.items() if key not in ("text", "methods")}
+    return {**kept, "tokens": len(answer), "steps": steps}
+
+
+def replay(method: Method, sampling: Sampling, prompt: int, text: list[int], states: torch.Tensor) -> int:
+    """How many steps the method takes for a text whose states are known."""
+    pool, steps = _decoder.engine.pool, 0
+    picker = Picker(sampling, prompt)
+    with pool.sequence(text[:prompt]) as sequence, method.start(_decoder.engine, sequence, picker) as drafter:
+        while len(sequence.tokens) < len(text):
+            draft = drafter.draft(_decoder.model.room(sequence.position))
+            before = len(sequence.tokens) - 1
+            behind = len(sequence.slots)
+            pool.place(sequence, draft)
+            if before > behind:
+                drafter._see(states[behind:before])
+            rows, ahead = [0], text[before + 1 :]
+            while len(rows) < len(ahead) and (child := draft.child(rows[-1], ahead[len(rows) - 1])) is not None:
+                rows.append(child)
+            hidden = torch.zeros(len(draft), states.shape[1], dtype=states.dtype, device=states.device)
+            hidden[rows] = states[before : before + len(rows)]
+            verdict = Verdict(tuple(rows), tuple(ahead[: len(rows)]))
+            pool.keep(sequence, draft, verdict)
+            drafter.learn(draft, Scores(hidden[:, :0], hidden), verdict)
+            steps += 1
+    return steps
 
 
 @contextlib.contextmanager
@@ -362,7 +407,7 @@ def assemble(parts: list[Path], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal", "steps", "clock"])
+    parser.add_argument("what", choices=["equal", "steps", "replay", "clock"])
     parser.add_argument("--out", required=True, help="JSON lines; finished work in it is not done again")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
     parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
@@ -387,8 +432,8 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     if arguments.gguf:
         assemble(arguments.gguf, Path(arguments.model))
-    if arguments.what == "steps" and (arguments.data is None or not arguments.data.is_file()):
-        parser.error(f"steps needs --data with Spec-Bench's question file; {arguments.data} is none")
+    if arguments.what in ("steps", "replay") and (arguments.data is None or not arguments.data.is_file()):
+        parser.error(f"{arguments.what} needs --data with Spec-Bench's question file; {arguments.data} is none")
     if arguments.what == "equal":
         seeds = [None, *SEEDS]
         only = {"only": arguments.only} if arguments.only else {}
@@ -400,6 +445,14 @@ def main() -> None:
         warmth = {"temperature": arguments.temperature} if arguments.temperature else {}
         units = [{**question, "method": name, **warmth} for name in chosen for question in questions]
         table = steps_table(run(units, steps_unit, arguments))
+    elif arguments.what == "replay":
+        chosen = [name for name in named(STEPS, arguments.only) if name.startswith(HEADS)]
+        warmth = {"temperature": arguments.temperature} if arguments.temperature else {}
+        more = {"only": arguments.only, "methods": chosen, **warmth}
+        found = run(
+            [{**question, **more} for question in spec_bench(arguments.data, arguments.each)], replay_unit, arguments
+        )
+        table = steps_table([{**row, "method": name, "steps": row["steps"][name]} for name in chosen for row in found])
     else:
         units = [
             {

@@ -39,8 +39,8 @@ class Plan:
     updates: int = 0
     minutes: float = 0.0
     tokens: int = 32768
-    rate: float = 1e-3
-    copied_rate: float = 3e-4
+    rate: float = 3e-3
+    copied_rate: float = 1e-3
     weight: float = 0.8
     hard: float = 0.0
     warm_up: float = 0.05
