@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from outpace import Decoder, Sampling, board, cli, decoder, load, race
+from outpace import Decoder, ModelError, Sampling, board, cli, decoder, load, race
 from outpace.draft import Step
 from outpace.methods import ON_CPU, make
 from outpace.models import bundled
@@ -395,3 +396,114 @@ class TestCalibrate:
         result = outpace("calibrate", "--model", folder, "--device", "cpu", *options)
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+@pytest.fixture(scope="session")
+def heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of two kinds for the tiny model, trained for two updates."""
+    place = tmp_path_factory.mktemp("heads")
+    (place / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": "abc"[: 1 + n % 3]}) for n in range(6)))
+    result = train(folder, place / "out", "--set", "amphista.stages=1")
+    assert result.exit_code == 0, result.stderr
+    assert "amphista   4" in result.stdout
+    return place / "out"
+
+
+def train(folder: Path, out: Path, *options: object, kinds: tuple[str, ...] = ("medusa", "amphista")) -> Result:
+    size = ("--updates", 2, "--tokens", 64, "--held-out", 2, "--batch", 3, "--new-tokens", 12)
+    files = ("--model", folder, "--prompts", out.parent / "prompts.jsonl", "--out", out)
+    return outpace("train", *kinds, *files, *size, *options)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "amphista"])
+def test_trained_heads_draft(folder: Path, heads: Path, kind: str) -> None:
+    plain = generate(folder, "--method", "autoregressive", "--json", "--max-new-tokens", 20)
+    found = generate(folder, "--method", kind, "--set", f"heads={heads / kind}", "--json", "--max-new-tokens", 20)
+    assert json.loads(found.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    assert json.loads((heads / kind / "config.json").read_text())["training"]["updates"] == 2
+    assert not (heads / "checkpoint.pt").exists()
+
+
+def test_a_second_training_uses_the_answers_again(folder: Path, heads: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in (heads / "answers").rglob("*.safetensors")}
+    result = train(folder, heads, "--json", kinds=("hydra",))
+    assert len(json.loads(result.stdout)["accuracies"]["hydra"]) == 4
+    assert before == {file: file.stat().st_mtime_ns for file in (heads / "answers").rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--set", "amphista.stages=3"), ("stages=3", "0, 1 or 2")),
+        (("--set", "amphista.stage=1"), ("unknown setting", "Did you mean 'stages'")),
+        (("--set", "amphista.positions=maybe"), ("positions='maybe'", "true or false")),
+        (("--set", "hydra.count=2"), ("unknown kind of heads to train 'hydra'",)),
+        (("--set", "count=2"), ("KIND.NAME=VALUE",)),
+        (("--minutes", 1), ("give one of the two",)),
+        (("--held-out", 6), ("too few",)),
+        (("--new-tokens", 13), ("answers of another model", "--answers")),
+        (("--prompts", "/nowhere.jsonl"), ("/nowhere.jsonl",)),
+    ],
+)
+def test_bad_trainings_are_refused(
+    folder: Path, heads: Path, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(train(folder, heads, *options), *words)
+
+
+def test_a_stopped_training_is_not_begun_anew_by_mistake(folder: Path, heads: Path) -> None:
+    (heads / "checkpoint.pt").write_bytes(b"")
+    try:
+        assert_refused(train(folder, heads), "--resume", "delete it")
+    finally:
+        (heads / "checkpoint.pt").unlink()
+
+
+@pytest.mark.parametrize("form", ["vllm", "tgi", "reference"])
+def test_exported_heads_have_the_names_that_others_read(folder: Path, heads: Path, tmp_path: Path, form: str) -> None:
+    target = tmp_path / form
+    options = ("--model", folder, "--heads", heads / "medusa", "--to", form)
+    assert outpace("export", "medusa", target, *options).exit_code == 0
+    config = json.loads((target / "config.json").read_text())
+    file = "model" if form == "vllm" else "medusa_lm_head"
+    shapes = {name: list(weight.shape) for name, weight in load_file(target / f"{file}.safetensors").items()}
+    words = 257
+    if form == "vllm":
+        sizes = {"hidden_size": 32, "vocab_size": words, "num_heads": 4, "num_hidden_layers": 1}
+        assert config == {"model_type": "medusa", "medusa_fc_bias": True, **sizes}
+        layer, output = "blocks.{}.layers.0", "lm_heads.{}.weight"
+    else:
+        assert config == {"medusa_num_heads": 4, "medusa_num_layers": 1, "base_model_name_or_path": str(folder)}
+        layer, output = "{}.0.linear", "{}.1.weight"
+    expected: dict[str, list[int]] = {}
+    for head in range(4):
+        expected[layer.format(head) + ".weight"] = [32, 32]
+        expected[layer.format(head) + ".bias"] = [32]
+        expected[output.format(head)] = [words, 32]
+    assert shapes == expected
+    assert_refused(outpace("export", "medusa", target, *options), "exists")
+
+
+def test_exported_heads_come_back_the_same(folder: Path, heads: Path, tmp_path: Path) -> None:
+    outpace("export", "medusa", tmp_path / "out", "--model", folder, "--heads", heads / "medusa", "--to", "reference")
+    one = load(str(folder), method="autoregressive")
+    drafts = []
+    for source in (heads / "medusa", tmp_path / "out"):
+        method = one.prepare("medusa", heads=str(source), rows=20)
+        drafts.append([step.draft.tokens for step in one.stream("hello", method=method, max_new_tokens=20)])
+    assert drafts[0] == drafts[1]
+    assert max(map(len, drafts[0])) == 20
+    other = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
+    torch.save(other, tmp_path / "out" / "medusa_lm_head.pt")  # the older form of public heads
+    (tmp_path / "out" / "medusa_lm_head.safetensors").unlink()
+    one.prepare("medusa", heads=str(tmp_path / "out"))
+    torch.save({**other, "0.1.weight": other["0.1.weight"][:9]}, tmp_path / "out" / "medusa_lm_head.pt")
+    with pytest.raises(ModelError, match="vocabulary of 9"):
+        one.prepare("medusa", heads=str(tmp_path / "out"))
+
+
+def test_bad_exports_are_refused(folder: Path, heads: Path, tmp_path: Path) -> None:
+    options = ("--model", folder, "--heads", heads / "amphista")
+    assert_refused(outpace("export", "amphista", tmp_path / "a", *options, "--to", "vllm"), "for medusa heads alone")
+    assert_refused(outpace("export", "medusa", tmp_path / "a", *options, "--to", "vlm"), "Did you mean 'vllm'")
+    assert_refused(outpace("export", "meduza", tmp_path / "a", *options, "--to", "vllm"), "Did you mean 'medusa'")

@@ -20,7 +20,8 @@ BAR = 40
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[..., None]]:
     """A bar on standard error; the function it gives is told which share is finished, and maybe what to write."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda share, text=what: progress.update(task, completed=share, description=text)
 

@@ -258,7 +258,7 @@ def train(
     from .board import console_for_output
     from .chart import print_accuracies, progress_bar
     from .training.data import read_prompts
-    from .training.run import Answers, make_heads, settings_of
+    from .training.run import Answers, make_heads, open_out, settings_of
     from .training.run import answers as get_answers
     from .training.run import train as run
     from .training.trainer import Plan
@@ -267,6 +267,7 @@ def train(
     how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
     given = _grouped(kinds, settings, "kind of heads to train", "KIND.NAME=VALUE, as in --set amphista.stages=1")
     texts = read_prompts(prompts)
+    open_out(out, resume)  # before anything that takes long
     decoder, loaded = _load_both(model, dtype, device)
     heads = {kind: make_heads(loaded, kind, settings_of(kind, given[kind])) for kind in kinds}
     with progress_bar("answering") as show:

@@ -65,13 +65,13 @@ def answers(
     show: Show = lambda share, text: None,
 ) -> tuple[list[Text], list[Text]]:
     """Texts to train on and held-out ones, written by the model where the folder does not have them yet."""
+    if len(prompts) <= how.held_out:
+        raise InputError(f"{len(prompts)} prompts are too few to hold {how.held_out} out. Lower --held-out.")
     about = {"base": fingerprint(decoder.model), "prompts": len(prompts), **asdict(how)}
     about.pop("minutes")
     _claim(folder, about)
     shuffled = list(prompts)
     random.Random(how.seed).shuffle(shuffled)
-    if len(shuffled) <= how.held_out:
-        raise InputError(f"{len(shuffled)} prompts are too few to hold {how.held_out} out. Lower --held-out.")
     encoded = [decoder.encode(prompt) for prompt in shuffled]
     begun = time.perf_counter()
 
@@ -118,6 +118,18 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
         raise InputError(f"answers cannot be kept in {folder}: {error.strerror}.") from error
 
 
+def open_out(out: Path, resume: bool) -> Path:
+    """The file for what a training needs to go on, in a folder that is there and not another training's."""
+    checkpoint = out / "checkpoint.pt"
+    if checkpoint.exists() and not resume:
+        raise InputError(f"{checkpoint} is of a training that was stopped. Go on with --resume, or delete it.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written to: {error.strerror}.") from error
+    return checkpoint
+
+
 def train(
     model: Any,
     adapted: Any,
@@ -132,13 +144,7 @@ def train(
     show: Show = lambda share, text: None,
 ) -> dict[str, torch.Tensor]:
     """Train heads together and write each to its folder in `out`; their held-out accuracies [heads, ranks] by name."""
-    checkpoint = out / "checkpoint.pt"
-    if checkpoint.exists() and not resume:
-        raise InputError(f"{checkpoint} is of a training that was stopped. Go on with --resume, or delete it.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out} cannot be written to: {error.strerror}.") from error
+    checkpoint = open_out(out, resume)
     trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan)
     if checkpoint.exists():
         trainer.resume(checkpoint)
