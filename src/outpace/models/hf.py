@@ -24,6 +24,7 @@ from ..pool import Pool, Rows
 from .adapter import FixedRows, Output
 from .attention import SlotLists
 from .fusing import Fusion
+from .products import Products
 
 ATTENTION = "outpace"  # the name under which `attend` is known to transformers
 CHUNK = 512
@@ -54,6 +55,7 @@ class HFModel:
         self._mirror = _Mirror(ATTENTION if self._own_attention else _dense_attention(model)).of(model)
         self._control = _Control(self.layers)
         self._fusion = Fusion()
+        self._products = Products()
         self._layer_types = _layer_types(config)
         self._kinds = set(self._layer_types)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
@@ -79,8 +81,13 @@ class HFModel:
         """
         return self._fusion.fuse(self._mirror)
 
+    def replace_products(self) -> int:
+        """On a CPU in float32, compute products of a few rows by code of our own; says how many. `unfuse` undoes it."""
+        return self._products.replace(self._mirror)
+
     def unfuse(self) -> None:
-        """Give the model's weights memory of their own again."""
+        """Undo both: give the model's weights memory of their own again, and their products to torch."""
+        self._products.undo()
         self._fusion.undo()
 
     def room(self, position: int) -> int:
