@@ -2,7 +2,7 @@
 //
 // Weights lie as torch.nn.Linear keeps them. Every weight is loaded once for up to ROWS rows, so a few rows cost little
 // more than one, as long as memory is the limit. The sum over k runs in the same order whatever is computed beside it:
-// one running vector for each output, WIDTH terms at a time. So a row's result has the same bits beside any other rows.
+// SUMS running vectors for each output, added up at the end. So a row's result has the same bits beside any other rows.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -19,28 +18,25 @@ namespace {
 
 using torch::stable::Tensor;
 
-// A vector register, and a block of sums that fits in the registers together with what is multiplied.
+// A vector register. OUTPUTS x ROWS x SUMS of them hold a block's sums, and some must be left for what is multiplied.
 #if defined(__AVX512F__)
-constexpr int BYTES = 64, OUTPUTS = 4, ROWS = 4;
+constexpr int BYTES = 64, ROWS = 4;
 #elif defined(__AVX__)
-constexpr int BYTES = 32, OUTPUTS = 3, ROWS = 4;
+constexpr int BYTES = 32, ROWS = 3;
 #else
-constexpr int BYTES = 16, OUTPUTS = 4, ROWS = 4;
+constexpr int BYTES = 16, ROWS = 4;
 #endif
-constexpr int WIDTH = BYTES / sizeof(float);
+constexpr int OUTPUTS = 2, SUMS = 2;
+constexpr int WIDTH = BYTES / sizeof(float), STEP = SUMS * WIDTH;
 constexpr int LINE = 64 / sizeof(float);  // of the cache
+constexpr int GROUP = std::max(LINE, STEP);
+constexpr int AHEAD = 2;                  // blocks of weights that are fetched ahead
 constexpr int64_t FEW = 16;               // from more rows on, BLAS is quicker, though it packs the weights first
 constexpr int64_t GRAIN = 1 << 15;        // multiplications that are worth a thread
 
 typedef float Vector __attribute__((vector_size(BYTES), aligned(alignof(float)), may_alias));
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-
-inline Vector load(const float* from, int64_t count) {
-  Vector part{};
-  std::memcpy(&part, from, count * sizeof(float));
-  return part;
-}
 
 inline float total(Vector sums) {
   for (int half = WIDTH / 2; half > 0; half /= 2)
@@ -53,32 +49,45 @@ struct Product {
   float* out;
   int64_t inputs, outputs;
 
-  // M rows from `row` on, N outputs from `output` on. The first to read these weights fetches the next.
+  // M rows from `row` on, N outputs from `output` on.
   template <int N, int M>
   void block(int64_t row, int64_t output) const {
     const float* x = rows + row * inputs;
     const float* w = weights + output * inputs;
-    Vector sums[N][M] = {};
-    auto add = [&](auto get) {
-      Vector weight[N];
-      for (int n = 0; n < N; n++) weight[n] = get(w + n * inputs);
-      for (int m = 0; m < M; m++) {
-        const Vector value = get(x + m * inputs);
-        for (int n = 0; n < N; n++) sums[n][m] += weight[n] * value;
+    Vector sums[N][M][SUMS] = {};
+    // No branches here: they might keep the compiler from fusing some multiplications with their additions and not others.
+    auto step = [&](const float* values, const float* factors, int64_t stride) {
+      for (int sum = 0; sum < SUMS; sum++) {
+        Vector weight[N];
+        for (int n = 0; n < N; n++) weight[n] = load(factors + n * stride + sum * WIDTH);
+        for (int m = 0; m < M; m++) {
+          const Vector value = load(values + m * stride + sum * WIDTH);
+          for (int n = 0; n < N; n++) sums[n][m][sum] += weight[n] * value;
+        }
       }
     };
     int64_t k = 0;
-    if (row == 0) {
-      for (; k + LINE <= inputs; k += LINE) {
-        for (int n = 0; n < N; n++) __builtin_prefetch(w + N * inputs + N * k + n * LINE, 0, 2);
-        for (int part = 0; part < LINE; part += WIDTH) add([&](const float* from) { return load(from + k + part); });
+    if (M > 1 && row == 0) {  // the first to read these weights; a single row reads them in one stream, which needs no help
+      for (; k + GROUP <= inputs; k += GROUP) {
+        for (int ahead = 0; ahead < N * GROUP; ahead += LINE)
+          __builtin_prefetch(w + AHEAD * N * inputs + N * k + ahead, 0, 2);
+        for (int part = 0; part < GROUP; part += STEP) step(x + k + part, w + k + part, inputs);
       }
     }
-    for (; k + WIDTH <= inputs; k += WIDTH) add([&](const float* from) { return load(from + k); });
-    if (k < inputs) add([&](const float* from) { return load(from + k, inputs - k); });
-    for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++)
-        out[(row + m) * outputs + output + n] = total(sums[n][m]) + (bias ? bias[output + n] : 0.0f);
+    for (; k + STEP <= inputs; k += STEP) step(x + k, w + k, inputs);
+    if (k < inputs) {  // what is left, filled up with zeros
+      float values[M][STEP] = {}, factors[N][STEP] = {};
+      for (int m = 0; m < M; m++) std::copy(x + m * inputs + k, x + (m + 1) * inputs, values[m]);
+      for (int n = 0; n < N; n++) std::copy(w + n * inputs + k, w + (n + 1) * inputs, factors[n]);
+      step(values[0], factors[0], STEP);
+    }
+    for (int m = 0; m < M; m++) {
+      for (int n = 0; n < N; n++) {
+        Vector sum = sums[n][m][0];
+        for (int more = 1; more < SUMS; more++) sum += sums[n][m][more];
+        out[(row + m) * outputs + output + n] = total(sum) + (bias ? bias[output + n] : 0.0f);
+      }
+    }
   }
 
   // The same for `count` rows, 1 to M.
@@ -92,7 +101,11 @@ struct Product {
 
   template <int N>
   void column(int64_t output, int64_t count) const {
-    for (int64_t row = 0; row < count; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, count - row));
+    if (count == 1) {
+      for (int n = 0; n < N; n++) block<1, 1>(0, output + n);
+    } else {
+      for (int64_t row = 0; row < count; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, count - row));
+    }
   }
 };
 

@@ -25,7 +25,7 @@ from ..errors import InputError
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC")
 REMEDY = "Install a C++ compiler (g++ or clang++), or use runtime='plain'."
 
 
