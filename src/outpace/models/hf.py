@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from ..errors import UnsupportedModel
 from ..pool import Pool, Rows
 from .adapter import FixedRows, Output
 from .attention import SlotLists
+from .compiling import compile_together
 from .fusing import Fusion
 from .products import Products
 
@@ -71,8 +73,13 @@ class HFModel:
 
     def compile_layers(self) -> None:
         """From now on `forward` may be asked for compiled layers. Layers of one kind share what is compiled."""
-        for gate in self._gates:
-            gate.compile()
+        if self.device.type == "cpu":
+            run = compile_together([gate.layer for gate in self._gates])
+            for gate in self._gates:
+                gate.run_compiled = partial(run, gate.layer)
+        else:
+            for gate in self._gates:
+                gate.compile()
 
     def fuse(self) -> int:
         """Join the weights of products that read the same input; says how many products that saves.
@@ -89,6 +96,8 @@ class HFModel:
         """Undo both: give the model's weights memory of their own again, and their products to torch."""
         self._products.undo()
         self._fusion.undo()
+        if self._gates[0].run_compiled is not None:
+            self.compile_layers()  # what is compiled was made from the joined ones
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
