@@ -11,6 +11,7 @@ import torch._dynamo
 from torch import nn
 
 from outpace import Autoregressive, Decoder
+from outpace.draft import chain
 from outpace.models import compiling
 from outpace.models.compiling import compile_together
 from outpace.models.hf import HFModel
@@ -128,7 +129,14 @@ def check_texts(decoder: Decoder, model: Any) -> None:
 )
 def test_models_with_layers_of_several_kinds(name: str, changes: dict[str, Any]) -> None:
     model = tiny(name, **changes)
-    check_texts(compiled_decoder(model), model)
+    decoder = compiled_decoder(model)
+    check_texts(decoder, model)
+    engine, draft = decoder.engine, chain(5, [9, 7], "")
+    with engine.pool.sequence(PROMPT[:5]) as text:
+        found = engine.score(text, draft).logits
+    with engine.pool.sequence(PROMPT[:5]) as text:
+        engine.compiled = False
+        torch.testing.assert_close(found, engine.score(text, draft).logits)
 
 
 def test_unfused_layers_are_compiled_anew() -> None:

@@ -20,7 +20,7 @@ from outpace.models.hf import HFModel
 from .conftest import tiny
 from .test_runtime import METHODS, PROMPT
 
-FEW = 16
+FEW = 32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +46,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@given(st.integers(0, 40), st.integers(1, 90), st.integers(1, 90), st.booleans(), st.integers(0, 9))
+@given(st.integers(0, 48), st.integers(1, 90), st.integers(1, 90), st.booleans(), st.integers(0, 9))
 def test_it_is_the_product(rows: int, inputs: int, outputs: int, biased: bool, seed: int) -> None:
     x, w = draw(rows, inputs, seed=seed), draw(outputs, inputs, seed=seed + 100)
     b = draw(outputs, seed=seed + 200) if biased else None
@@ -62,6 +62,12 @@ def test_a_row_has_the_same_bits_beside_any_rows(inputs: int, outputs: int) -> N
     for count in range(1, FEW + 1):
         for first in range(FEW - count + 1):
             assert torch.equal(product(x[first : first + count], w, b), alone[first : first + count])
+
+
+@given(st.integers(1, 80), st.integers(1, 9), st.integers(2, 9))
+def test_a_row_has_the_same_bits_at_any_length(inputs: int, outputs: int, rows: int) -> None:
+    x, w = draw(rows, inputs), draw(outputs, inputs, seed=1)
+    assert torch.equal(product(x, w), torch.cat([product(row[None], w) for row in x]))
 
 
 def test_threads_do_not_change_bits() -> None:
@@ -106,7 +112,7 @@ def test_it_compiles_whole_and_for_any_rows() -> None:
     compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for rows in (3, 5, 17, 40):
+    for rows in (3, 5, 33, 40):
         x = draw(1, rows, 20)
         assert torch.equal(compiled(x), layer(x))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

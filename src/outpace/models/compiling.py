@@ -78,6 +78,8 @@ def _holds_for_all(guard: Any, layers: Sequence[nn.Module], same_sharing: bool) 
 
 
 def _same(one: Any, other: Any) -> bool:
+    if type(one) is tuple and type(other) is tuple:
+        return len(one) == len(other) and all(map(_same, one, other))
     plain = isinstance(one, bool | int | float | str | None)
     return one is other or (plain and type(one) is type(other) and bool(one == other))
 

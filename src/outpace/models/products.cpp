@@ -31,7 +31,7 @@ constexpr int WIDTH = BYTES / sizeof(float), STEP = SUMS * WIDTH;
 constexpr int LINE = 64 / sizeof(float);  // of the cache
 constexpr int GROUP = std::max(LINE, STEP);
 constexpr int AHEAD = 2;                  // blocks of weights that are fetched ahead
-constexpr int64_t FEW = 16;               // from more rows on, BLAS is quicker, though it packs the weights first
+constexpr int64_t FEW = 32;               // beyond, BLAS is as quick or quicker, though it packs the weights first
 constexpr int64_t GRAIN = 1 << 15;        // multiplications that are worth a thread
 
 typedef float Vector __attribute__((vector_size(BYTES), aligned(alignof(float)), may_alias));

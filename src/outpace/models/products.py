@@ -1,7 +1,7 @@
-"""Products of a few rows, for CPUs in float32: two to sixteen rows at little more than the price of one.
+"""Products of a few rows, for CPUs in float32: a few rows at little more than the price of one.
 
 BLAS libraries pack all weights anew for each product of more than one row, which costs more than the product.
-`products.cpp` reads weights where they lie, and gives a row the same bits whatever rows are beside it, up to sixteen.
+`products.cpp` reads weights where they lie, and gives a row the same bits whatever rows are beside it, up to 32.
 The system's C++ compiler builds it at first use; the result is kept in the user's cache.
 """
 
