@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -34,9 +33,9 @@ class Fusion:
         start = 0
         for name, part in zip(names, parts, strict=True):
             stop = start + part.out_features
-            part.weight.data = joined.weight[start:stop]  # the user's weight: the same values, in another place
-            if joined.bias is not None:
-                part.bias.data = joined.bias[start:stop]
+            part.weight.data = joined.whole.weight[start:stop]  # the user's: the same values, in another place
+            if part.bias is not None:
+                part.bias.data = joined.whole.bias[start:stop]
             owner._modules[name] = _Part(joined, start, stop, last=name == names[-1])
             self._done.append((owner, name, part))
             start = stop
@@ -53,21 +52,21 @@ class Fusion:
 class _Joined(nn.Module):
     """One product for several. Remembers the last, because its parts are asked for one after another."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.cat([part.weight.data for part in parts]))
-        biases = [part.bias.data for part in parts if part.bias is not None]
-        self.register_buffer("bias", torch.cat(biases) if biases else None)
+        outputs = sum(part.out_features for part in parts)
+        self.whole = nn.Linear(parts[0].in_features, outputs, bias=parts[0].bias is not None, device="meta")
+        for name in list(self.whole._parameters):
+            if getattr(self.whole, name) is not None:
+                joined = torch.cat([getattr(part, name).data for part in parts])
+                setattr(self.whole, name, nn.Parameter(joined, requires_grad=False))
         self.memory = _Memory()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         memory = self.memory
         product = memory.product
         if memory.states is not states or product is None:
-            product = F.linear(states, self.weight, self.bias)
+            product = self.whole(states)
             memory.states, memory.product = states, product
         return product
 

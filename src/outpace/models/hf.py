@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,9 @@ from ..errors import UnsupportedModel
 from ..pool import Pool, Rows
 from .adapter import Ends, FixedRows, Output
 from .attention import SlotLists
+from .compiling import compile_together
 from .fusing import Fusion
+from .products import Products
 
 ATTENTION = "outpace"  # the name under which `attend` is known to transformers
 BATCHED = "outpace_batched"  # and `attend_in_batches`
@@ -59,6 +61,7 @@ class HFModel:
         self._mirror = _Mirror(ATTENTION if self._own_attention else _dense_attention(model)).of(model)
         self._control = _Control(self.layers)
         self._fusion = Fusion()
+        self._products = Products()
         self._layer_types = _layer_types(config)
         self._kinds = set(self._layer_types)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
@@ -74,8 +77,13 @@ class HFModel:
 
     def compile_layers(self) -> None:
         """From now on `forward` may be asked for compiled layers. Layers of one kind share what is compiled."""
-        for gate in self._gates:
-            gate.compile()
+        if self.device.type == "cpu":
+            run = compile_together([gate.layer for gate in self._gates])
+            for gate in self._gates:
+                gate.run_compiled = partial(run, gate.layer)
+        else:
+            for gate in self._gates:
+                gate.compile()
 
     def fuse(self) -> int:
         """Join the weights of products that read the same input; says how many products that saves.
@@ -84,9 +92,16 @@ class HFModel:
         """
         return self._fusion.fuse(self._mirror)
 
+    def replace_products(self) -> int:
+        """On a CPU in float32, compute products of a few rows by code of our own; says how many. `unfuse` undoes it."""
+        return self._products.replace(self._mirror)
+
     def unfuse(self) -> None:
-        """Give the model's weights memory of their own again."""
+        """Undo both: give the model's weights memory of their own again, and their products to torch."""
+        self._products.undo()
         self._fusion.undo()
+        if self._gates[0].run_compiled is not None:
+            self.compile_layers()  # what is compiled was made from the joined ones
 
     def ends(self) -> Ends:
         head = self._mirror.get_output_embeddings()

@@ -43,6 +43,7 @@ def engine_for(model: Model, runtime: str = "auto", exact: bool = False, exact_r
         return GraphEngine(model)
     if runtime == "compiled":
         _fuse(model)
+        _replace_products(model)
         _compile(model)
     return Engine(model, compiled=runtime == "compiled")
 
@@ -79,6 +80,11 @@ def _exact_engine(model: Any, rows: int) -> GraphEngine:
 def _fuse(model: Any) -> None:
     if hasattr(model, "fuse"):
         model.fuse()
+
+
+def _replace_products(model: Any) -> None:
+    if hasattr(model, "replace_products"):
+        model.replace_products()
 
 
 def _compile(model: Any) -> None:

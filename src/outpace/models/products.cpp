@@ -1,0 +1,149 @@
+// The product of a few rows with a matrix of weights: out[m, n] = sum over k of rows[m, k] * weights[n, k], plus bias.
+//
+// Weights lie as torch.nn.Linear keeps them. Every weight is loaded once for up to ROWS rows, so a few rows cost little
+// more than one, as long as memory is the limit. The sum over k runs in the same order whatever is computed beside it:
+// SUMS running vectors for each output, added up at the end. So a row's result has the same bits beside any other rows.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace {
+
+using torch::stable::Tensor;
+
+// A vector register. OUTPUTS x ROWS x SUMS of them hold a block's sums, and some must be left for what is multiplied.
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, ROWS = 4;
+#elif defined(__AVX__)
+constexpr int BYTES = 32, ROWS = 3;
+#else
+constexpr int BYTES = 16, ROWS = 4;
+#endif
+constexpr int OUTPUTS = 2, SUMS = 2;
+constexpr int WIDTH = BYTES / sizeof(float), STEP = SUMS * WIDTH;
+constexpr int LINE = 64 / sizeof(float);  // of the cache
+constexpr int GROUP = std::max(LINE, STEP);
+constexpr int AHEAD = 2;                  // blocks of weights that are fetched ahead
+constexpr int64_t FEW = 32;               // beyond, BLAS is as quick or quicker, though it packs the weights first
+constexpr int64_t GRAIN = 1 << 15;        // multiplications that are worth a thread
+
+typedef float Vector __attribute__((vector_size(BYTES), aligned(alignof(float)), may_alias));
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+
+inline float total(Vector sums) {
+  for (int half = WIDTH / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
+  return sums[0];
+}
+
+struct Product {
+  const float *rows, *weights, *bias;
+  float* out;
+  int64_t inputs, outputs;
+
+  // M rows from `row` on, N outputs from `output` on.
+  template <int N, int M>
+  void block(int64_t row, int64_t output) const {
+    const float* x = rows + row * inputs;
+    const float* w = weights + output * inputs;
+    Vector sums[N][M][SUMS] = {};
+    // No branches here: they might keep the compiler from fusing some multiplications with their additions and not others.
+    auto step = [&](const float* values, const float* factors, int64_t stride) {
+      for (int sum = 0; sum < SUMS; sum++) {
+        Vector weight[N];
+        for (int n = 0; n < N; n++) weight[n] = load(factors + n * stride + sum * WIDTH);
+        for (int m = 0; m < M; m++) {
+          const Vector value = load(values + m * stride + sum * WIDTH);
+          for (int n = 0; n < N; n++) sums[n][m][sum] += weight[n] * value;
+        }
+      }
+    };
+    int64_t k = 0;
+    if (M > 1 && row == 0) {  // the first to read these weights; a single row reads them in one stream, which needs no help
+      for (; k + GROUP <= inputs; k += GROUP) {
+        for (int ahead = 0; ahead < N * GROUP; ahead += LINE)
+          __builtin_prefetch(w + AHEAD * N * inputs + N * k + ahead, 0, 2);
+        for (int part = 0; part < GROUP; part += STEP) step(x + k + part, w + k + part, inputs);
+      }
+    }
+    for (; k + STEP <= inputs; k += STEP) step(x + k, w + k, inputs);
+    if (k < inputs) {  // what is left, filled up with zeros
+      float values[M][STEP] = {}, factors[N][STEP] = {};
+      for (int m = 0; m < M; m++) std::copy(x + m * inputs + k, x + (m + 1) * inputs, values[m]);
+      for (int n = 0; n < N; n++) std::copy(w + n * inputs + k, w + (n + 1) * inputs, factors[n]);
+      step(values[0], factors[0], STEP);
+    }
+    for (int m = 0; m < M; m++) {
+      for (int n = 0; n < N; n++) {
+        Vector sum = sums[n][m][0];
+        for (int more = 1; more < SUMS; more++) sum += sums[n][m][more];
+        out[(row + m) * outputs + output + n] = total(sum) + (bias ? bias[output + n] : 0.0f);
+      }
+    }
+  }
+
+  // The same for `count` rows, 1 to M.
+  template <int N, int M>
+  void some(int64_t row, int64_t output, int64_t count) const {
+    if constexpr (M > 1) {
+      if (count < M) return some<N, M - 1>(row, output, count);
+    }
+    block<N, M>(row, output);
+  }
+
+  template <int N>
+  void column(int64_t output, int64_t count) const {
+    if (count == 1) {
+      for (int n = 0; n < N; n++) block<1, 1>(0, output + n);
+    } else {
+      for (int64_t row = 0; row < count; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, count - row));
+    }
+  }
+};
+
+Tensor blas(const Tensor& rows, const Tensor& weights, const std::optional<Tensor>& bias) {
+  std::array<StableIValue, 3> stack{
+      torch::stable::detail::from(rows), torch::stable::detail::from(weights), torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Tensor>& bias) {
+  const int64_t outputs = weights.size(0), inputs = weights.size(1), count = input.numel() / inputs;
+  if (count > FEW) return blas(input, weights, bias);
+  const Tensor rows = torch::stable::contiguous(input);
+  std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
+  shape.back() = outputs;
+  Tensor out = torch::stable::new_empty(rows, shape);
+  const Product product{
+      rows.const_data_ptr<float>(),
+      weights.const_data_ptr<float>(),
+      bias ? bias->const_data_ptr<float>() : nullptr,
+      out.mutable_data_ptr<float>(),
+      inputs,
+      outputs};
+  const int64_t grain = 1 + GRAIN / (OUTPUTS * inputs);
+  torch::stable::parallel_for(0, (outputs + OUTPUTS - 1) / OUTPUTS, grain, [&](int64_t begin, int64_t end) {
+    int64_t output = begin * OUTPUTS;
+    const int64_t stop = std::min(outputs, end * OUTPUTS);
+    for (; output + OUTPUTS <= stop; output += OUTPUTS) product.column<OUTPUTS>(output, count);
+    for (; output < stop; output++) product.column<1>(output, count);
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(outpace, library) {
+  library.def("linear(Tensor rows, Tensor weights, Tensor? bias) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(outpace, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }

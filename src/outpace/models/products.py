@@ -1,0 +1,131 @@
+"""Products of a few rows, for CPUs in float32: a few rows at little more than the price of one.
+
+BLAS libraries pack all weights anew for each product of more than one row, which costs more than the product.
+`products.cpp` reads weights where they lie, and gives a row the same bits whatever rows are beside it, up to 32.
+The system's C++ compiler builds it at first use; the result is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+from platformdirs import user_cache_path
+from torch import nn
+
+from ..errors import InputError
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC")
+REMEDY = "Install a C++ compiler (g++ or clang++), or use runtime='plain'."
+
+
+class Products:
+    """The products that are replaced in one mirror."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, what was there
+
+    def replace(self, mirror: nn.Module) -> int:
+        """Replace every plain linear map in float32 on a CPU; says how many are. The weights stay where they are."""
+        for owner in list(mirror.modules()):
+            for name, child in owner._modules.items():
+                if _fits(child):
+                    load()
+                    owner._modules[name] = _Product(child)
+                    self._done.append((owner, name, child))
+        return len(self._done)
+
+    def undo(self) -> None:
+        """Put every module back."""
+        for owner, name, child in self._done:
+            owner._modules[name] = child
+        self._done.clear()
+
+
+class _Product(nn.Module):
+    """Stands where a Linear was, with its weights."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.outpace.linear(states, self.weight, self.bias)
+        return product
+
+
+def _fits(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and all(
+            weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
+            for weight in module.parameters()
+        )
+    )
+
+
+@functools.cache
+def load() -> None:
+    """Make `torch.ops.outpace.linear` known, once in a process."""
+    path = build(folder())
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be loaded ({error.__cause__ or error}). Delete it, or use runtime='plain'."
+        ) from error
+    torch.library.register_fake(
+        "outpace::linear", lambda rows, weights, bias: rows.new_empty(*rows.shape[:-1], len(weights))
+    )
+
+
+def folder() -> Path:
+    """Where what was built is kept."""
+    return user_cache_path("outpace", appauthor=False) / "products"
+
+
+def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
+    """The library, built if it is not in the folder yet. Its name says what it was built from, with and for."""
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if compiler is None:
+        raise InputError(
+            f"runtime='compiled' needs a C++ compiler on a CPU, and there is no {' or '.join(compilers)}. {REMEDY}"
+        )
+    root = Path(torch.__file__).parent
+    # The compiler's macros name its version and every instruction set that it found in this processor.
+    macros = _run(compiler, *FLAGS, "-E", "-dM", "-x", "c++", os.devnull)
+    parts = (SOURCE.read_text(), macros, torch.__version__, str(root), compiler, *FLAGS)
+    path = folder / f"{sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        libraries = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                half = Path(place, path.name)
+                _run(compiler, *FLAGS, f"-I{root / 'include'}", str(SOURCE), "-o", str(half), *libraries)
+                half.replace(path)
+        except OSError as error:
+            raise InputError(
+                f"{folder} cannot be written ({error.strerror}). Make room there, or use runtime='plain'."
+            ) from error
+    return path
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise InputError(f"{command[0]} failed with status {done.returncode} ({said}). {REMEDY}")
+    return done.stdout
