@@ -24,6 +24,7 @@ from outpace.methods import METHODS
 from outpace.methods.headed import Headed, grow, plant, worthwhile
 from outpace.models.hf import HFModel, layer_sizes
 from outpace.picking import Foreseen, Picker
+from outpace.runtime.graphs import GraphEngine
 
 from .conftest import VOCABULARY, tiny
 
@@ -113,6 +114,27 @@ def test_heads_compute_at_work_what_they_were_trained_to(kind: str, settings: An
                         guess = follower.guesses()[head]
                     torch.testing.assert_close(guess, whole[head, stop - 1], rtol=1e-4, atol=1e-4)
         sequence.slots = []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_in_fixed_places_guess_the_same(kind: str) -> None:
+    """The runtime of CUDA graphs, which on a CPU runs the same code without a capture, against the plain one."""
+    model = tiny("Llama")
+    plain, fixed = Decoder(model), Decoder(model)
+    engine = GraphEngine(HFModel(model), compiled=False, capacity=256)  # the pool grows on the way
+    fixed.engine = engine
+    everything = tuple((rank,) for rank in range(VOCABULARY))  # so that two rows are accepted at every step, and more
+    tree = (*everything, *((rank, 0) for rank in range(VOCABULARY)))
+    method = method_for(kind, random_heads(kind, model, SETTINGS[kind][0]), tree=tree)
+    for prompt in ([5], [7, 3, 9, 9, 2, 7, 3]):
+        steps = [
+            [(step.tokens, step.draft.tokens, step.draft.parents) for step in decoder.stream(prompt, **options)]
+            for decoder in (plain, fixed)
+            for options in [{"method": decoder.prepare(method), "max_new_tokens": 40}]
+        ]
+        assert steps[0] == steps[1]
+        assert max(len(tokens) for tokens, _, _ in steps[0]) >= 2
+    assert bool(engine._head_steps) == (kind != "hydra")
 
 
 ACCURACIES = st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), min_size=1, max_size=3)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ..errors import InputError
-from ..models.adapter import Ends
+from ..models.adapter import Ends, FixedRows
 from ..pool import Pool, Sequence
-from .base import Follower, Heads, HeadSettings, following
-from .blocks import Block, BlockShape, KeyValues, ResBlock
+from .base import Follower, Heads, HeadSettings, following, last_row
+from .blocks import Block, BlockShape, Memory, ResBlock
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class AmphistaHeads(Heads):
         hidden: torch.Tensor,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        memories: list[KeyValues] | None = None,
+        memories: list[Memory] | None = None,
     ) -> list[torch.Tensor]:
         """The target's states and those after each stage, all [..., length, width]."""
         adapted = [hidden]
@@ -89,6 +90,13 @@ class AmphistaHeads(Heads):
         states: torch.Tensor = self.norm(outputs)
         return states.movedim(-2, 0)
 
+    def fixed(self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
+        memories = [_Listed(pool, layer + number, rows) for number in range(self.settings.stages)]
+        tokens = ends.embed(rows.tokens)
+        adapted = self.adapt(hidden[None], tokens[None], rows.positions, [*memories])
+        last = last_row(rows, pool)
+        return self.logits(self.read([states[0].index_select(0, last) for states in adapted]), ends)[:, 0]
+
     def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
         return _Follower(self, ends, pool, layer)
 
@@ -106,7 +114,7 @@ class _Stage(nn.Module):
         nn.init.zeros_(self.from_token.weight)
 
     def forward(
-        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, memory: KeyValues | None
+        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, memory: Memory | None
     ) -> torch.Tensor:
         mixed = self.from_state(states) + self.from_token(self.token_norm(tokens))
         adapted: torch.Tensor = self.block(mixed, positions, memory)
@@ -147,7 +155,7 @@ class _Follower(Follower):
         return self.heads.logits(states, self.ends)[:, 0]
 
 
-class _Slots(KeyValues):
+class _Slots(Memory):
     """Keys and values of one stage, in the slots that the text has in the pool."""
 
     def __init__(self, pool: Pool, layer: int) -> None:
@@ -155,12 +163,32 @@ class _Slots(KeyValues):
         self.layer = layer
         self.slots: torch.Tensor
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         stored = self.pool.stored(self.layer) or self.pool.store(self.layer, keys, values)
-        new = self.slots[-keys.shape[2] :]
+        new, seen = keys.shape[2], len(self.slots)
         for place, states in zip(stored, (keys, values), strict=True):
-            place.index_copy_(2, new, states)
-        return stored[0][:, :, self.slots], stored[1][:, :, self.slots]
+            place.index_copy_(2, self.slots[-new:], states)
+        sees = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+        keys, values = (part[:, :, self.slots] for part in stored)
+        grouped = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, sees, enable_gqa=grouped).transpose(1, 2)
+
+
+class _Listed(Memory):
+    """The same for rows in fixed places, by slot lists."""
+
+    def __init__(self, pool: Pool, layer: int, rows: FixedRows) -> None:
+        self.stored = pool.stored(layer)
+        self.rows = rows
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        assert self.stored is not None, "the first rows of a text are read by a Follower, which makes the storage"
+        for place, states in zip(self.stored, (keys, values), strict=True):
+            place.index_copy_(2, self.rows.slots, states)
+        mixed: torch.Tensor = torch.ops.outpace.slot_attention(
+            query, *self.stored, *self.rows.lists, query.shape[-1] ** -0.5, 0.0
+        )
+        return mixed
 
 
 def _take_over(mine: nn.Module, theirs: nn.Module) -> None:

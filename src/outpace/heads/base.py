@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..models.adapter import Ends
+from ..models.adapter import Ends, FixedRows
 from ..pool import Pool, Sequence
 from .blocks import BlockShape
 
@@ -73,6 +73,13 @@ class Heads(nn.Module):
         logits: torch.Tensor = ends.head(states)
         return logits
 
+    def fixed(self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
+        """What a Follower does with new rows, unless they are sequential: feed them, and [count, vocabulary] guesses.
+
+        All tensors stay in place, so that a CUDA graph may be captured of it. `rows.tokens` are those after each row.
+        """
+        raise NotImplementedError
+
     def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
         """Begin a text. Keys and values of the heads' own go into `pool`, as its layers from `layer` on."""
         raise NotImplementedError
@@ -104,3 +111,8 @@ class Follower:
 def following(embedded: torch.Tensor, places: int) -> torch.Tensor:
     """For each position of texts [texts, length, width], what stands `places` later. Beyond the end, anything."""
     return embedded.roll(-places, 1)
+
+
+def last_row(rows: FixedRows, pool: Pool) -> torch.Tensor:
+    """[1] the last of the rows that do not just fill up."""
+    return (rows.slots != pool.scratch).sum(0, keepdim=True) - 1

@@ -53,19 +53,21 @@ class Block(nn.Module):
         self,
         states: torch.Tensor,  # [..., length, width]
         positions: torch.Tensor | None = None,  # [length]: causal, with rotary positions; None: all see all
-        memory: KeyValues | None = None,
+        memory: Memory | None = None,
     ) -> torch.Tensor:
         states = states + self.self_attn(self.input_layernorm(states), positions, memory)
         found: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return found
 
 
-class KeyValues:
-    """The keys and values that a block has seen, for one text. The base keeps nothing."""
+class Memory:
+    """How the new positions of a text look at those before them. The base has none before: all are new."""
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in those of new positions [..., heads, new, size]; give those of all positions."""
-        return keys, values
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[..., new, heads, size] from queries, keys and values of new positions [..., heads, new, size]."""
+        grouped = query.shape[-3] != keys.shape[-3]
+        mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=grouped)
+        return mixed.transpose(-2, -3)
 
 
 class Attention(nn.Module):
@@ -81,23 +83,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.width, shape.key_heads * shape.head_size, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.width, bias=False)
 
-    def forward(self, states: torch.Tensor, positions: torch.Tensor | None, memory: KeyValues | None) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, positions: torch.Tensor | None, memory: Memory | None) -> torch.Tensor:
         query, key, value = (
             part(states).unflatten(-1, (-1, self.size)).transpose(-2, -3)
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mask = None
-        if positions is not None:
+        if positions is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=self.grouped).transpose(-2, -3)
+        else:
             angles = _angles(positions, self.size, self.theta)
-            query, key = _turn(query, angles), _turn(key, angles)
-        if memory is not None:
-            key, value = memory.extend(key, value)
-            new, seen = query.shape[-2], key.shape[-2]
-            mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=positions is not None and memory is None, enable_gqa=self.grouped
-        )
-        joined: torch.Tensor = self.o_proj(mixed.transpose(-2, -3).flatten(-2))
+            mixed = (memory or Memory()).attend(_turn(query, angles), _turn(key, angles), value)
+        joined: torch.Tensor = self.o_proj(mixed.flatten(-2))
         return joined
 
 

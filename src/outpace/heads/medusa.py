@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..models.adapter import Ends
+from ..models.adapter import Ends, FixedRows
 from ..pool import Pool, Sequence
-from .base import Follower, Heads, HeadSettings
+from .base import Follower, Heads, HeadSettings, last_row
 from .blocks import BlockShape, ResBlock
 
 
@@ -57,6 +57,10 @@ class MedusaHeads(Heads):
             return super().logits(states, ends, first)
         outputs = list(self.outputs)[first : first + len(states)]
         return torch.stack([output(state) for output, state in zip(outputs, states, strict=True)])
+
+    def fixed(self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
+        last = hidden.index_select(0, last_row(rows, pool))
+        return self.logits(self.read(ends.norm(last)), ends)[:, 0]
 
     def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
         return _Follower(self, ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -113,7 +114,10 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.method = method
         self.heads, about = method.heads
-        self.follower = self.heads.follow(engine.model.ends(), engine.pool, engine.model.layers)
+        shared = (engine.model.ends(), engine.pool, engine.model.layers)
+        self.follower = self.heads.follow(*shared)
+        self.fixed = partial(self.heads.fixed, *shared)
+        self.begun = False  # the follower reads the first rows
         self.price = engine.costs.price if engine.costs and method.priced else None
         self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
         self.tree: list[Ranks] | None = None
@@ -142,27 +146,33 @@ class _Drafter(Drafter):
         if self.new and depth:
             hidden = torch.cat(self.new)
             self.new = []
-            tokens = torch.tensor(text[-len(hidden) :], device=hidden.device)
-            self.follower.feed(hidden, tokens, self.sequence)
+            expect = self._expect(hidden, text[-len(hidden) :])
             if self.tree is None:
-                grow(tree, self._expect(depth), depth, self.method.rows, self.method.beam, self.price)
+                grow(tree, expect, depth, self.method.rows, self.method.beam, self.price)
             else:
-                plant(tree, self._expect(depth), [path for path in self.tree if len(path) <= depth])
+                plant(tree, expect, [path for path in self.tree if len(path) <= depth])
         return tree.draft()
 
-    def _expect(self, depth: int) -> Expect:
+    def _expect(self, hidden: torch.Tensor, tokens: list[int]) -> Expect:
+        """Let the heads read new rows, and say what they expect."""
         top = self.method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
         first = len(self.sequence.tokens)
         foresee, coupled = self.picker.foresee, self.method.coupled
+        logits = None
+        if self.begun and not self.heads.sequential:
+            logits = self.engine.guess_with(self.fixed, self.heads, self.sequence, tokens, hidden)
+        self.begun = True
+        if logits is None:
+            self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
         if self.heads.sequential:
 
             def expect(place: int, paths: list[tuple[int, ...]]) -> Foreseen:
-                logits = self.follower.guess(torch.tensor(paths, dtype=torch.long, device=self.engine.pool.device))
-                return foresee(logits, [first + place] * len(paths), top, coupled)
+                guesses = self.follower.guess(torch.tensor(paths, dtype=torch.long, device=hidden.device))
+                return foresee(guesses, [first + place] * len(paths), top, coupled)
 
             return expect
         positions = range(first, first + self.heads.count)
-        together = foresee(self.follower.guesses(), positions, top, coupled)
+        together = foresee(self.follower.guesses() if logits is None else logits, positions, top, coupled)
         return lambda place, _: Foreseen(together.tokens[[place]], together.chances[[place]])
 
 

@@ -11,7 +11,8 @@ accepted guess are bit for bit those of plain decoding in the same mode.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,14 @@ from ..errors import InputError, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
 from ..models.attention import SlotLists
 from ..pool import Numbers, Pool, Rows, Sequence
-from .plain import Engine, See
+from .plain import Engine, HeadFunction, See
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 256  # rows of text at a time
 WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
 PRIME = 11
+HEAD_ROWS = 8  # the most new rows that heads read in a graph
 
 
 class GraphEngine(Engine):
@@ -47,6 +49,8 @@ class GraphEngine(Engine):
         if self.exact:
             self.name = f"exact, {exact_rows} rows"
         self._graphs: dict[tuple[int, int, tuple[int, int]], _Graph] = {}  # by rows, length of text, layers
+        self._head_steps: dict[tuple[Hashable, int], _HeadStep] = {}  # by whose heads, length of text
+        self._eager: set[Hashable] = set()  # whose heads cannot be captured
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
         self._text = torch.zeros(0, dtype=torch.long)  # on the device: the slots of one sequence
         self._reader: Sequence | None = None  # whose
@@ -156,6 +160,46 @@ class GraphEngine(Engine):
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         return None
 
+    def guess_with(
+        self,
+        function: HeadFunction,
+        owner: Hashable,
+        sequence: Sequence,
+        tokens: Items[int],
+        hidden: torch.Tensor,
+    ) -> torch.Tensor | None:
+        count = len(hidden)
+        past = len(sequence.slots) - count
+        known = self._reader is sequence and sequence.stable >= past and len(self._text) == self.pool.capacity
+        if count > HEAD_ROWS or not known or owner in self._eager:
+            return None
+        step = self._head_step(function, owner, past)
+        if step is None:
+            return None
+        step.hidden[:count] = hidden
+        chain_bits = np.packbits(np.tri(count, 64, dtype=np.bool_), axis=1, bitorder="little").view(np.int64)
+        step.launch(np.array([tokens, range(past, past + count), sequence.slots[past:]]), chain_bits, past)
+        return step.logits
+
+    def _head_step(self, function: HeadFunction, owner: Hashable, past: int) -> _HeadStep | None:
+        key = (owner, _span(past))
+        step = self._head_steps.get(key)
+        if step is None:
+            step = _HeadStep(function, self.model, self.pool, self._text, key[1])
+            try:
+                self._memory = step.capture(self._memory)
+            except Exception as error:
+                self._eager.add(owner)
+                reason = str(error).strip().split("\n")[0]
+                warnings.warn(
+                    f"heads cannot be captured in a CUDA graph ({reason}). They run without, and slower.",
+                    OutpaceWarning,
+                    stacklevel=2,
+                )
+                return None
+            self._head_steps[key] = step
+        return step
+
     def _make_storage(self, rows: Rows) -> None:
         if self.pool.stored(0) is None:
             self.model.forward(self.pool, rows, logits=0)
@@ -164,6 +208,7 @@ class GraphEngine(Engine):
         """Bring the list of the text's slots up to date on the device."""
         if len(self._text) != self.pool.capacity:  # the pool has grown: graphs on the old storage are of no use
             self._graphs.clear()
+            self._head_steps.clear()
             self._memory = None
             self._text = torch.zeros(self.pool.capacity, dtype=torch.long, device=self.pool.device)
             self._reader = None
@@ -173,10 +218,7 @@ class GraphEngine(Engine):
         self._reader, sequence.stable = sequence, len(rows.text)
 
     def _graph(self, size: int, length: int, layers: tuple[int, int] | None = None) -> _Graph:
-        span = FIRST_SPAN
-        while span < length:
-            span *= 2
-        key = (size, span, layers or (0, self.model.layers))
+        key = (size, _span(length), layers or (0, self.model.layers))
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(*key)
@@ -220,24 +262,11 @@ class _NoGraph(Exception):
     """There is no graph for this, and the message says why. `sizes` are those that are left."""
 
 
-class _Graph:
-    """One step for a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
+class _FixedStep:
+    """A computation on a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
 
-    def __init__(
-        self,
-        model: Model,
-        pool: Pool,
-        text: torch.Tensor,
-        size: int,
-        span: int,
-        layers: tuple[int, int],
-        compiled: bool,
-        exact: bool,
-    ) -> None:
-        self.model = model
-        self.start, self.stop = layers
+    def __init__(self, model: Model, pool: Pool, text: torch.Tensor, size: int, span: int, exact: bool) -> None:
         self.pool = pool
-        self.compiled = compiled
         self.size = size
         self.on_gpu = pool.device.type == "cuda"
         width = WIDTH if exact else max(2, -(-size // 64))  # a width of 1 would be compiled apart
@@ -254,14 +283,16 @@ class _Graph:
         length, tokens, positions, slots, tree = torch.split(self._box, [1, size, size, size, size * width])
         lists = SlotLists(text, length, positions, slots, tree.view(size, width), span, exact)
         self.rows = FixedRows(tokens, positions, slots, lists)
-        # Rows that come from the middle bring their hidden states.
+        # Rows that come from the middle, or from the end, bring their hidden states.
         self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
         self._graph: Any = None
         self._copied: Any = None  # tells when the last copy to the device is done
         if self.on_gpu:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.output: Output
-        self.found: torch.Tensor
+
+    def _step(self) -> None:
+        """What is computed, on `rows` and `hidden`."""
+        raise NotImplementedError
 
     def capture(self, memory: Any) -> Any:
         """Record the step, its memory from the pool `memory`. All rows write to the scratch slot meanwhile."""
@@ -287,6 +318,52 @@ class _Graph:
                     self._step()
             torch.cuda.current_stream().wait_stream(stream)
 
+    def _fill(self, numbers: Numbers, tree: Numbers, past: int) -> None:
+        count, width = tree.shape
+        self._past[0] = past
+        self._rows[:, :count] = numbers
+        self._rows[:, count:] = [[0], [past], [self.pool.scratch]]
+        self._tree[:] = self._alone
+        self._tree[:count] = 0
+        self._tree[:count, :width] = tree
+
+    def launch(self, numbers: Numbers, tree: Numbers, past: int) -> None:
+        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
+        if self._copied:
+            self._copied.synchronize()  # the copy before this one may still be reading
+        self._fill(numbers, tree, past)
+        self._box.copy_(self._host, non_blocking=True)
+        if self._copied:
+            self._copied.record()
+        if self._graph is None:
+            with torch.inference_mode():
+                self._step()
+        else:
+            self._graph.replay()
+
+
+class _Graph(_FixedStep):
+    """One step of the model, or of some of its layers."""
+
+    output: Output
+    found: torch.Tensor
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        text: torch.Tensor,
+        size: int,
+        span: int,
+        layers: tuple[int, int],
+        compiled: bool,
+        exact: bool,
+    ) -> None:
+        super().__init__(model, pool, text, size, span, exact)
+        self.model = model
+        self.start, self.stop = layers
+        self.compiled = compiled
+
     def _step(self) -> None:
         whole = self.stop == self.model.layers
         self.output = self.model.forward(
@@ -300,30 +377,32 @@ class _Graph:
         )
         self.found = find_best(self.output.logits) if whole else torch.zeros(2, self.size)
 
-    def _fill(self, numbers: Numbers, tree: Numbers, past: int) -> None:
-        count, width = tree.shape
-        self._past[0] = past
-        self._rows[:, :count] = numbers
-        self._rows[:, count:] = [[0], [past], [self.pool.scratch]]
-        self._tree[:] = self._alone
-        self._tree[:count] = 0
-        self._tree[:count, :width] = tree
-
     def run(self, numbers: Numbers, tree: Numbers, past: int) -> Scores:
-        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
-        if self._copied:
-            self._copied.synchronize()  # the copy before this one may still be reading
-        self._fill(numbers, tree, past)
-        self._box.copy_(self._host, non_blocking=True)
-        if self._copied:
-            self._copied.record()
-        if self._graph is None:
-            with torch.inference_mode():
-                self._step()
-        else:
-            self._graph.replay()
+        """The rows' scores, good until the next run."""
+        self.launch(numbers, tree, past)
         count = numbers.shape[1]
         return Scores(self.output.logits[:count], self.output.hidden[:count], self.found[:, :count])
+
+
+class _HeadStep(_FixedStep):
+    """One step of heads that draft."""
+
+    logits: torch.Tensor
+
+    def __init__(self, function: HeadFunction, model: Model, pool: Pool, text: torch.Tensor, span: int) -> None:
+        super().__init__(model, pool, text, HEAD_ROWS, span, exact=False)
+        self.function = function
+
+    def _step(self) -> None:
+        self.logits = self.function(self.rows, self.hidden)
+
+
+def _span(length: int) -> int:
+    """The length of text that a graph is made for, if the text has this length."""
+    span = FIRST_SPAN
+    while span < length:
+        span *= 2
+    return span
 
 
 def _copy(scores: Scores) -> Scores:

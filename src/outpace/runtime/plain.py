@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Items
 from typing import TypeAlias
 
 import torch
 
 from ..draft import Draft, Scores
-from ..models.adapter import Model, Output
+from ..models.adapter import FixedRows, Model, Output
 from ..pool import Pool, Rows, Sequence
 from .costs import CostCurve
 
 See: TypeAlias = "Callable[[torch.Tensor], None]"
 """Shown hidden states [rows, width]; they are good until it returns."""
+
+HeadFunction: TypeAlias = "Callable[[FixedRows, torch.Tensor], torch.Tensor]"
+"""Of accepted rows, with the token after each, and their hidden states: the logits of heads."""
 
 
 class Engine:
@@ -45,6 +49,21 @@ class Engine:
         if see and len(output.hidden) > len(draft):
             see(output.hidden[: -len(draft)])
         return Scores(output.logits, output.hidden[-len(draft) :])
+
+    def guess_with(
+        self,
+        function: HeadFunction,
+        owner: Hashable,
+        sequence: Sequence,
+        tokens: Items[int],
+        hidden: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Run heads on the sequence's newest rows, in places that stay the same from step to step.
+
+        `tokens` are those after each row, `hidden` [rows, width] the target's states. None where the runtime has
+        nothing quicker than ordinary calls. The logits are good until the next call.
+        """
+        return None
 
     def climb(
         self,
