@@ -280,6 +280,8 @@ def test_broken_head_files_are_refused(kept: Path) -> None:
         ({"tree": "best"}, "must be 'confidence'"),
         ({"tree": ((0, -1),)}, "paths of ranks"),
         ({"tree": 3}, "paths of ranks"),
+        ({"tree": "[[0], [0, 0]"}, "paths of ranks"),
+        ({"tree": [[0], [97]]}, "the tree has rank 97; there are 97 tokens"),
         ({"tree": "measured"}, "no measured accuracies"),
         ({"rows": 0}, "out of range"),
     ],
@@ -288,6 +290,18 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
     model = tiny("Llama")
     with pytest.raises(InputError, match=message):
         Decoder(model).prepare(method_for("medusa", random_heads("medusa", model), **settings))
+
+
+def test_a_tree_may_be_json() -> None:
+    model = tiny("Llama")
+    heads = random_heads("medusa", model)
+    assert method_for("medusa", heads, tree="[[0], [0, 0]]") == method_for("medusa", heads, tree=((0,), (0, 0)))
+
+
+def test_heads_of_another_width_are_refused() -> None:
+    other = tiny("Llama", hidden_size=64)
+    with pytest.raises(ModelError, match="width 64"):
+        Decoder(tiny("Llama")).prepare(method_for("medusa", random_heads("medusa", other)))
 
 
 def test_without_heads_the_error_says_how_to_get_some() -> None:

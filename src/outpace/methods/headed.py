@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +44,7 @@ class Headed(Method):
     heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
     rows: how many rows a draft may have.
     tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at every
-        step, the likeliest by the accuracies stored with the heads; or paths of ranks, like ((0,), (0, 0), (1,)).
+        step, the likeliest by the accuracies stored with the heads; or paths of ranks, like [[0], [0, 0], [1]].
     top: how many guesses of a head are considered.
     beam: how many paths are followed from one depth to the next.
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
@@ -62,21 +63,27 @@ class Headed(Method):
 
     def __post_init__(self) -> None:
         self.check(rows=(1, 1024), top=(1, 256), beam=(1, 1024))
-        if isinstance(self.tree, str):
-            if self.tree not in ("confidence", "measured"):
-                raise InputError(f"{self.name}: tree={self.tree!r} must be 'confidence', 'measured' or paths of ranks.")
-        else:
-            check_tree(self.name, self.tree)
+        if self.tree not in ("confidence", "measured"):
+            object.__setattr__(self, "tree", read_tree(self.name, self.tree))
 
     def prepare(self, model: Model) -> Method:
         method = super().prepare(model)
         assert isinstance(method, Headed)
         ready = method.heads if isinstance(method.heads, Ready) else self._load(model)
-        if not isinstance(method.tree, str) and (deepest := max(map(len, method.tree), default=0)) > ready.heads.count:
-            raise InputError(
-                f"{self.name}: the tree is {deepest} tokens deep, and there are {ready.heads.count} heads. "
-                f"Leave out paths of more than {ready.heads.count} ranks."
+        if ready.heads.shape.width != model.width:
+            raise ModelError(
+                f"{self.name}: these heads read states of width {ready.heads.shape.width}; those of {model.name} have "
+                f"{model.width}. Heads work only with the model that they were trained for."
             )
+        if not isinstance(method.tree, str):
+            deepest, widest = max(map(len, method.tree), default=0), max(map(max, method.tree), default=0)
+            if deepest > ready.heads.count:
+                raise InputError(
+                    f"{self.name}: the tree is {deepest} tokens deep, and there are {ready.heads.count} heads. "
+                    f"Leave out paths of more than {ready.heads.count} ranks."
+                )
+            if widest >= model.vocabulary:
+                raise InputError(f"{self.name}: the tree has rank {widest}; there are {model.vocabulary} tokens.")
         if method.tree == "measured" and not ready.about.accuracies:
             raise InputError(f"{self.name}: these heads have no measured accuracies. Use tree='confidence'.")
         return replace(method, heads=ready)
@@ -223,8 +230,6 @@ def plant(tree: Tree, expect: Expect, nodes: Sequence[Ranks]) -> None:
         found = expect(depth - 1, [placed[parent][1] for parent in parents])
         for path in level:
             line = parents.index(path[:-1]) if len(found.tokens) > 1 else 0
-            if path[-1] >= found.tokens.shape[1]:
-                raise InputError(f"the tree asks for guess number {path[-1] + 1} of {found.tokens.shape[1]}.")
             token = int(found.tokens[line, path[-1]])
             row, tokens = placed[path[:-1]]
             (new,) = tree.insert([token], f"head {depth}", below=row)
@@ -241,18 +246,21 @@ def worthwhile(chances: Sequence[float], price: Callable[[int], float]) -> int:
     return rows
 
 
-def check_tree(name: str, tree: Any) -> None:
-    """Raise InputError unless `tree` is a tree: paths of ranks, each with its beginning there."""
+def read_tree(name: str, tree: Any) -> tuple[Ranks, ...]:
+    """A tree from paths of ranks, each with its beginning there, or from such a list as JSON."""
     try:
-        paths = {tuple(path) for path in tree}
+        paths = [tuple(path) for path in (json.loads(tree) if isinstance(tree, str) else tree)]
         whole = all(path and all(isinstance(rank, int) and rank >= 0 for rank in path) for path in paths)
-    except TypeError:
-        whole, paths = False, set()
+    except (TypeError, ValueError):
+        whole, paths = False, []
     if not whole:
-        raise InputError(f"{name}: tree={tree!r} must be 'confidence', 'measured' or paths of ranks from 0 on.")
+        raise InputError(
+            f"{name}: tree={tree!r} must be 'confidence', 'measured' or paths of ranks like [[0], [0, 0], [1]]."
+        )
     for path in sorted(paths):
         if len(path) > 1 and path[:-1] not in paths:
             raise InputError(f"{name}: the tree has the path {path} but not {path[:-1]}, where it begins.")
+    return tuple(dict.fromkeys(paths))
 
 
 def _worth(path: Ranks, accuracies: Sequence[Sequence[float]]) -> float:
