@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup
 from outpace.bench.calibration import calibrate
+from outpace.chart import save_accuracies, save_costs
 from outpace.draft import Tree
 from outpace.errors import InputError
 from outpace.methods import make
@@ -99,3 +100,13 @@ def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch)
     assert shares == sorted(shares)
     assert shares[-1] == 1
     assert decoder.prepare("lookahead") == Lookahead(window=15, ngram=5, guesses=15)
+
+
+def test_drawings(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curve = CostCurve({"model": "m"}, (1, 2, 4), (128,), ((0.01, 0.02, 0.03),))
+    save_costs(curve, tmp_path / "costs.svg")
+    save_accuracies({"medusa": [[0.5, 0.2], [0.3, 0.1]], "hydra": [[0.6, 0.1]]}, tmp_path / "heads.png")
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("costs.svg", "heads.png"))
+    with pytest.raises(InputError, match="could not be written"):
+        save_costs(curve, tmp_path / "nowhere" / "costs.svg")

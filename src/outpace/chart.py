@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -56,18 +58,44 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
     console.print("prompt-lookup: as many rows as pay, step by step")
 
 
-def save_plot(curve: CostCurve, path: Path) -> None:
+def check_plot(path: Path | None) -> None:
+    """Raise InputError where a drawing could not be written, before the work that it draws."""
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        raise InputError(f"--plot {path}: the file must end in .png or .svg.")
+    if find_spec("matplotlib") is None:
+        raise InputError("drawing to a file needs matplotlib: pip install 'outpace[bench]'.")
+
+
+def save_costs(curve: CostCurve, path: Path) -> None:
     """Step time by rows, one line for each context."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise InputError("drawing to a file needs matplotlib: pip install 'outpace[bench]'.") from error
+    with _axes(path) as axes:
+        for context, costs in zip(curve.contexts, curve.seconds, strict=True):
+            axes.plot(curve.rows, [cost * 1000 for cost in costs], marker="o", label=f"{context} tokens of context")
+        axes.set(xscale="log", xlabel="rows", ylabel="ms a step", title=curve.about["model"], ylim=(0, None))
+        axes.set_xticks(curve.rows, [str(count) for count in curve.rows])
+
+
+def save_accuracies(accuracies: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
+    """How often each head is right with its first guess (whole lines) and its first five (broken), by kind."""
+    with _axes(path) as axes:
+        for number, (name, heads) in enumerate(accuracies.items()):
+            for top, style in ((1, "-"), (5, "--")):
+                shares = [sum(ranks[:top]) for ranks in heads]
+                axes.plot(range(1, len(heads) + 1), shares, f"C{number}o{style}", label=f"{name}, top {top}")
+        axes.set(xlabel="head", ylabel="right on held-out text", ylim=(0, 1))
+        axes.set_xticks(range(1, 1 + max(map(len, accuracies.values()))))
+
+
+@contextmanager
+def _axes(path: Path) -> Iterator[Any]:
+    """Something to draw on, which goes to a file."""
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for context, costs in zip(curve.contexts, curve.seconds, strict=True):
-        axes.plot(curve.rows, [cost * 1000 for cost in costs], marker="o", label=f"{context} tokens of context")
-    axes.set(xscale="log", xlabel="rows", ylabel="ms a step", title=curve.about["model"], ylim=(0, None))
-    axes.set_xticks(curve.rows, [str(count) for count in curve.rows])
-    axes.legend()
+    yield axes
+    figure.legend(loc="outside upper center", ncols=3)
     try:
         figure.savefig(path)
     except OSError as error:

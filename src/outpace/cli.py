@@ -206,17 +206,16 @@ def calibrate(
     """Measure what steps cost by rows and context, so that methods draft as much as pays here."""
     from .bench.calibration import calibrate as run
     from .board import console_for_output
-    from .chart import print_costs, progress_bar, save_plot
+    from .chart import check_plot, print_costs, progress_bar, save_costs
     from .runtime.calibrate import folder as costs_folder
 
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise InputError(f"--plot {plot}: the file must end in .png or .svg.")
+    check_plot(plot)
     decoder = _load(model, dtype, device, runtime)
     with progress_bar("measuring") as show:
         curve = run(decoder, show)
     path = curve.save(costs_folder())
     if plot is not None:
-        save_plot(curve, plot)
+        save_costs(curve, plot)
     if as_json:
         typer.echo(json.dumps({**asdict(curve), "file": str(path)}))
         return
@@ -250,13 +249,16 @@ def train(
     answer_minutes: Annotated[float, typer.Option(help="Stop answering after so long; 0: when all is answered.")] = 0.0,
     seed: Seed = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the accuracies to this file (.png, .svg); needs matplotlib.")
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Train heads that draft, on the model's own answers. Ends with a table of held-out accuracies."""
     from .board import console_for_output
-    from .chart import print_accuracies, progress_bar
+    from .chart import check_plot, print_accuracies, progress_bar, save_accuracies
     from .training.data import read_prompts
     from .training.run import Answers, make_heads, open_out, settings_of
     from .training.run import answers as get_answers
@@ -267,6 +269,7 @@ def train(
     how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
     given = _grouped(kinds, settings, "kind of heads to train", "KIND.NAME=VALUE, as in --set amphista.stages=1")
     texts = read_prompts(prompts)
+    check_plot(plot)
     open_out(out, resume)  # before anything that takes long
     decoder, loaded = _load_both(model, dtype, device)
     heads = {kind: make_heads(loaded, kind, settings_of(kind, given[kind])) for kind in kinds}
@@ -277,10 +280,13 @@ def train(
         found = run(
             *(loaded, decoder.model, heads, train_on, held, plan, out), resume=resume, made_by=made_by, show=show
         )
+    accuracies = {name: part.tolist() for name, part in found.items()}
+    if plot is not None:
+        save_accuracies(accuracies, plot)
     if as_json:
-        typer.echo(json.dumps({"out": str(out), "accuracies": {name: part.tolist() for name, part in found.items()}}))
+        typer.echo(json.dumps({"out": str(out), "accuracies": accuracies}))
         return
-    print_accuracies(console_for_output(), {name: part.tolist() for name, part in found.items()})
+    print_accuracies(console_for_output(), accuracies)
     typer.echo(f"kept in {out}: use them with --method KIND --set heads={out}/KIND", err=True)
 
 

@@ -116,11 +116,7 @@ class Trainer:
 
     def _update(self, batch: Batch) -> None:
         hidden = final_states(self.model, self.norm, batch.tokens, batch.mask)
-        embedded = self.ends.embed(batch.tokens)
-        states = {}
-        for name, part in self.heads.items():
-            with self._mixed():
-                states[name] = part.states(hidden, embedded, self.ends)
+        states = {name: self._states(part, hidden, batch.tokens) for name, part in self.heads.items()}
         leaves = {name: found.detach().requires_grad_() for name, found in states.items()}
         self._note(self._backward(leaves, hidden, *self._places(batch)))
         for name, optimizer in self.optimizers.items():
@@ -175,6 +171,11 @@ class Trainer:
                     torch.autograd.backward(loss)
                     totals[name][head] += loss.detach() / self.plan.weight**head
         return {name: total.tolist() for name, total in totals.items()}
+
+    def _states(self, part: Heads, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What one kind of heads computes for whole texts: products in bfloat16, all between them in float32."""
+        with self._mixed():
+            return part.states(hidden.float(), self.ends.embed(tokens).float(), self.ends)
 
     @torch.no_grad()
     def _target(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -240,11 +241,9 @@ class Trainer:
         for batch in batches(texts, self.plan.tokens, random.Random(0)):
             there = batch.to(self.device)
             hidden = final_states(self.model, self.norm, there.tokens, there.mask)
-            embedded = self.ends.embed(there.tokens)
             rows, weights = self._places(there)
             for name, part in self.heads.items():
-                with self._mixed():
-                    flat = part.states(hidden, embedded, self.ends).flatten(1, 2)
+                flat = self._states(part, hidden, there.tokens).flatten(1, 2)
                 for start in range(0, len(rows), self.chunk):
                     chosen = rows[start : start + self.chunk]
                     choice = self._target(hidden, chosen).argmax(-1, keepdim=True)
