@@ -12,6 +12,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 namespace {
@@ -112,7 +113,8 @@ struct Product {
 Tensor blas(const Tensor& rows, const Tensor& weights, const std::optional<Tensor>& bias) {
   std::array<StableIValue, 3> stack{
       torch::stable::detail::from(rows), torch::stable::detail::from(weights), torch::stable::detail::from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  if (torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION))
+    throw std::runtime_error("aten::linear failed");
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
