@@ -369,7 +369,7 @@ def ablation(arguments: argparse.Namespace) -> None:
     decoder = Decoder(model, tokenizer, runtime="plain")
     torch.manual_seed(0)
     heads = {name: make_heads(model, "amphista", settings) for name, settings in VARIANTS.items()}
-    folders = sorted(Path(arguments.answers).glob("round-*"))
+    folders = sorted({file.parent for file in Path(arguments.answers).glob("round-*/answers-*")})
     texts = [text for folder in folders for text in read_answers(folder)]
     plan = Plan(minutes=arguments.minutes, tokens=arguments.batch_tokens)
     trainer = Trainer(model, decoder.model.norm, decoder.model.ends(), heads, plan)
