@@ -368,11 +368,12 @@ def ablation(arguments: argparse.Namespace) -> None:
     model, tokenizer = load(arguments.model, DTYPE, DEVICE)
     decoder = Decoder(model, tokenizer, runtime="plain")
     torch.manual_seed(0)
-    heads = {name: make_heads(model, "amphista", settings) for name, settings in VARIANTS.items()}
+    ends = decoder.model.ends()
+    heads = {name: make_heads(model, ends, "amphista", settings) for name, settings in VARIANTS.items()}
     folders = sorted({file.parent for file in Path(arguments.answers).glob("round-*/answers-*")})
     texts = [text for folder in folders for text in read_answers(folder)]
     plan = Plan(minutes=arguments.minutes, tokens=arguments.batch_tokens)
-    trainer = Trainer(model, decoder.model.norm, decoder.model.ends(), heads, plan)
+    trainer = Trainer(model, decoder.model.norm, ends, heads, plan)
     trainer.run(texts)
     found = trainer.accuracies(read_answers(Path(arguments.answers) / "held-out"))
     print(f"{trainer.progress.update} updates of {plan.tokens} tokens, {trainer.progress.seconds:.0f} s")

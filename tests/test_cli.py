@@ -437,6 +437,7 @@ def test_a_second_training_uses_the_answers_again(folder: Path, heads: Path) -> 
         (("--set", "amphista.stages=3"), ("stages=3", "0, 1 or 2")),
         (("--set", "amphista.stage=1"), ("unknown setting", "Did you mean 'stages'")),
         (("--set", "amphista.positions=maybe"), ("positions='maybe'", "true or false")),
+        (("meduza",), ("unknown kind of heads 'meduza'", "Did you mean 'medusa'")),
         (("--set", "hydra.count=2"), ("unknown kind of heads to train 'hydra'",)),
         (("--set", "count=2"), ("KIND.NAME=VALUE",)),
         (("--minutes", 1), ("give one of the two",)),

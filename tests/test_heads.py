@@ -22,7 +22,8 @@ from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.heads.trees import best_tree
 from outpace.methods import METHODS
 from outpace.methods.headed import Headed, grow, plant, worthwhile
-from outpace.models.hf import HFModel, layer_sizes
+from outpace.models.hf import HFModel
+from outpace.models.whole import layer_sizes
 from outpace.picking import Foreseen, Picker
 from outpace.runtime.graphs import GraphEngine
 

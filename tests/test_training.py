@@ -14,7 +14,8 @@ import torch
 from outpace import InputError
 from outpace.heads import KINDS, AmphistaSettings, HeadSettings, MedusaSettings
 from outpace.heads.blocks import BlockShape
-from outpace.models.hf import HFModel, last_layers, layer_sizes
+from outpace.models.hf import HFModel
+from outpace.models.whole import last_layers, layer_sizes
 from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
 from outpace.training.trainer import Plan, Trainer
 
@@ -129,7 +130,7 @@ def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
     model, heads = tiny("Llama"), one.heads["hydra"]
     adapted = HFModel(model)
     ends = adapted.ends()
-    from outpace.models.hf import final_states
+    from outpace.models.whole import final_states
 
     hidden = final_states(model, adapted.norm, batch.tokens, batch.mask)
     with torch.no_grad():

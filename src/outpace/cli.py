@@ -260,7 +260,7 @@ def train(
     from .board import console_for_output
     from .chart import check_plot, print_accuracies, progress_bar, save_accuracies
     from .training.data import read_prompts
-    from .training.run import Answers, make_heads, open_out, settings_of
+    from .training.run import Answers, make_heads, open_out
     from .training.run import answers as get_answers
     from .training.run import train as run
     from .training.trainer import Plan
@@ -268,11 +268,13 @@ def train(
     plan = Plan(updates, minutes, tokens, rate, copied_rate, weight, hard, seed=seed)
     how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
     given = _grouped(kinds, settings, "kind of heads to train", "KIND.NAME=VALUE, as in --set amphista.stages=1")
+    chosen = {kind: _head_settings(kind, given[kind]) for kind in kinds}
     texts = read_prompts(prompts)
     check_plot(plot)
     open_out(out, resume)  # before anything that takes long
     decoder, loaded = _load_both(model, dtype, device)
-    heads = {kind: make_heads(loaded, kind, settings_of(kind, given[kind])) for kind in kinds}
+    ends = decoder.model.ends()
+    heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
     with progress_bar("answering") as show:
         train_on, held = get_answers(decoder, loaded, texts, answers or out / "answers", how, show)
     made_by = {"prompts": prompts.name, **asdict(how)}
@@ -387,6 +389,16 @@ def _convert(method: str, name: str, value: str, kind: object) -> object:
             wanted = "a whole number" if kind is int else "a number"
             raise InputError(f"{method}: {name}={value!r} must be {wanted}.") from None
     return value
+
+
+def _head_settings(kind: str, settings: dict[str, str]) -> dict[str, object]:
+    """Settings of heads, read by the types of their fields."""
+    from .heads import KINDS
+
+    if kind not in KINDS:
+        raise UnknownNameError("kind of heads", kind, KINDS)
+    types = get_type_hints(KINDS[kind].settings_type)
+    return {name: _convert(kind, name, value, types.get(name)) for name, value in settings.items()}
 
 
 def _entries(names: Sequence[str], settings: Iterable[str], device: str | None) -> list[Entry]:

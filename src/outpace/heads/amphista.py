@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..models.adapter import Ends, FixedRows
 from ..pool import Pool, Sequence
 from .base import Follower, Heads, HeadSettings, following, last_row
-from .blocks import Block, BlockShape, Memory, ResBlock
+from .blocks import Block, BlockShape, Memory
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ class _Stage(nn.Module):
 
 
 class _Head(nn.Module):
-    """x + SiLU(W norm(x) + b), zero at first."""
+    """x + SiLU(W norm(x) + b), with W zero at first."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(shape.width, eps=shape.eps)
-        self.block = ResBlock(shape.width)
+        self.linear = nn.Linear(shape.width, shape.width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(states)
-        changed: torch.Tensor = states + self.block(normed) - normed
-        return changed
+        return states + F.silu(self.linear(self.norm(states)))
 
 
 class _Follower(Follower):

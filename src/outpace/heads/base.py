@@ -6,8 +6,8 @@ the token at t + 2 + k. In training all positions of a text are such a t at once
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -33,9 +33,6 @@ class HeadSettings:
                 raise InputError(f"{item.name}={value!r} must be a whole number.")
         if not 1 <= self.count <= 16:
             raise InputError(f"count={self.count} is out of range: it must be 1 to 16.")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Heads(nn.Module):

@@ -24,7 +24,7 @@ class ResBlock(nn.Module):
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The sizes of a block; by default those of the target's own layers."""
+    """The sizes of a block: those of the target's own layers."""
 
     width: int
     heads: int

@@ -57,7 +57,7 @@ def save(heads: Heads, stored: Stored, folder: Path) -> None:
         config = {
             "format": FORMAT,
             "kind": heads.kind,
-            "settings": heads.settings.to_json(),
+            "settings": asdict(heads.settings),
             "shape": asdict(heads.shape),
             **asdict(stored),
         }

@@ -17,7 +17,6 @@ from ..errors import InputError, ModelError
 from ..heads import KINDS, Heads
 from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
-from ..heads.trees import best_tree
 from ..models.adapter import Model
 from ..picking import Foreseen, Picker
 from ..pool import Sequence as Text
@@ -44,7 +43,8 @@ class Headed(Method):
     heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
     rows: how many rows a draft may have.
     tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at every
-        step, the likeliest by the accuracies stored with the heads; or paths of ranks, like [[0], [0, 0], [1]].
+        step, the one stored with the heads, likeliest by their measured accuracies; or paths of ranks, like
+        [[0], [0, 0], [1]].
     top: how many guesses of a head are considered.
     beam: how many paths are followed from one depth to the next.
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
@@ -84,7 +84,7 @@ class Headed(Method):
                 )
             if widest >= model.vocabulary:
                 raise InputError(f"{self.name}: the tree has rank {widest}; there are {model.vocabulary} tokens.")
-        if method.tree == "measured" and not ready.about.accuracies:
+        if method.tree == "measured" and not ready.about.tree:
             raise InputError(f"{self.name}: these heads have no measured accuracies. Use tree='confidence'.")
         return replace(method, heads=ready)
 
@@ -131,7 +131,7 @@ class _Drafter(Drafter):
         if not isinstance(method.tree, str):
             self.tree = list(method.tree)
         elif method.tree == "measured":
-            self.tree = best_tree(about.accuracies, method.rows - 1)
+            self.tree = [tuple(path) for path in about.tree[: method.rows - 1]]
             if self.price:
                 worth = [_worth(path, about.accuracies) for path in self.tree]
                 self.tree = self.tree[: worthwhile(worth, self.price) - 1]

@@ -1,4 +1,4 @@
-"""The adapter to transformers: the only module that knows its internals.
+"""The adapter to transformers: with `whole.py` the only module that knows its internals.
 
 A model's modules are mirrored: shallow copies that share every weight, so that the user's model is never touched. In
 the mirror each decoder layer stands behind a Gate, which can skip it and hands it the mask made for it, and
@@ -11,16 +11,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, PreTrainedModel
 
 from ..draft import Draft, Tree, chain
 from ..errors import UnsupportedModel
@@ -32,7 +29,6 @@ from .fusing import Fusion
 from .products import Products
 
 ATTENTION = "outpace"  # the name under which `attend` is known to transformers
-BATCHED = "outpace_batched"  # and `attend_in_batches`
 CHUNK = 512
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -246,94 +242,6 @@ class HFModel:
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
             kind = type(self._mirror).__name__
             raise UnsupportedModel(f"{kind} cannot be run row by row ({type(error).__name__}: {error}).") from error
-
-
-def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Hidden states [texts, length, width] after the last layer, of whole texts [texts, length] at once.
-
-    `norm` is the name of what follows the last layer (`HFModel.norm`), `mask` is 0 where a text has ended.
-    """
-    decoder = model.get_decoder()
-    found: list[torch.Tensor] = []
-    hook = decoder.get_submodule(norm).register_forward_pre_hook(lambda _, given: found.append(given[0]))
-    try:
-        with torch.no_grad():
-            decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
-    finally:
-        hook.remove()
-    return found[0]
-
-
-@contextmanager
-def batched_decoding(model: PreTrainedModel) -> Iterator[None]:
-    """While it is open, the model writes many texts at a time quickly: see `attend_in_batches`."""
-    before = model.config._attn_implementation
-    if not getattr(model, "_supports_attention_backend", False):
-        yield
-        return
-    model.set_attn_implementation(BATCHED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def attend_in_batches(
-    module: nn.Module,
-    query: torch.Tensor,  # [texts, heads, new, size]
-    key: torch.Tensor,  # [texts, kv heads, length, size]
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # [texts, 1, new, length] bool
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """One new token of each of many texts: query heads that share keys read them together, once.
-
-    With a mask, torch's attention copies the keys for every query head first.
-    """
-    special = others.get("softcap") is not None or others.get("s_aux") is not None
-    if attention_mask is None:
-        new, length = query.shape[2], key.shape[2]
-        attention_mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
-    if query.shape[2] > 1 or special:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        sees = attention_mask | ~attention_mask.any(-1, keepdim=True)  # what only fills up sees anything: no NaN
-        return attend(module, query, key, value, sees, scaling, **others)
-    together = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    scores = together @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    weights = scores.masked_fill(~attention_mask, -math.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ value).reshape(len(query), 1, -1, query.shape[3]), None
-
-
-AttentionInterface.register(BATCHED, attend_in_batches)
-AttentionMaskInterface.register(BATCHED, sdpa_mask)
-
-
-def layer_sizes(model: PreTrainedModel) -> dict[str, Any]:
-    """The sizes of one layer of a model, for blocks like it."""
-    config = model.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope if "rope_theta" in rope else next((kind for kind in rope.values() if isinstance(kind, dict)), {})
-    return {
-        "width": int(config.hidden_size),
-        "heads": heads,
-        "key_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-        "head_size": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        "inner": int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
-        "theta": float(rope.get("rope_theta", 10000.0)),
-        "eps": float(getattr(config, "rms_norm_eps", 1e-5)),
-    }
-
-
-def last_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
-    """A model's last layers, its own."""
-    layers = model.config.get_text_config().num_hidden_layers
-    for child in model.get_decoder().children():
-        if isinstance(child, nn.ModuleList) and len(child) == layers:
-            return list(child)[-count:]
-    return []
 
 
 def attend(

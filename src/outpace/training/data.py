@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from ..errors import InputError
 from ..heads.storing import read_tensors
-from ..models.hf import batched_decoding
+from ..models.whole import batched_decoding
 
 LONGEST_PROMPT = 512
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of one batch after another; 0 is greedy

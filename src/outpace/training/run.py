@@ -15,11 +15,11 @@ import torch
 from ..decoder import Decoder
 from ..errors import InputError, UnknownNameError
 from ..heads import KINDS, Heads
-from ..heads.base import HeadSettings
 from ..heads.blocks import BlockShape
 from ..heads.storing import Stored, fingerprint, save
 from ..heads.trees import best_tree
-from ..models.hf import HFModel, last_layers, layer_sizes
+from ..models.adapter import Ends
+from ..models.whole import last_layers, layer_sizes
 from .data import Text, read_answers, write_answers
 from .trainer import Plan, Trainer
 
@@ -43,8 +43,8 @@ class Answers:
             raise InputError("held_out, rounds, batch and new_tokens must be at least 1, minutes at least 0.")
 
 
-def make_heads(model: Any, kind: str, settings: Mapping[str, Any]) -> Heads:
-    """New heads for a loaded transformers model, begun from its own layers."""
+def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -> Heads:
+    """New heads for a loaded transformers model with these ends, begun from its own layers."""
     if kind not in KINDS:
         raise UnknownNameError("kind of heads", kind, KINDS)
     known = KINDS[kind].settings_type
@@ -52,7 +52,7 @@ def make_heads(model: Any, kind: str, settings: Mapping[str, Any]) -> Heads:
         if name not in known.__dataclass_fields__:
             raise UnknownNameError(f"setting of {kind} heads", name, known.__dataclass_fields__)
     heads = KINDS[kind](known(**settings), BlockShape(**layer_sizes(model)))
-    heads.begin_from(HFModel(model).ends().norm, last_layers(model, 2))
+    heads.begin_from(ends.norm, last_layers(model, 2))
     return heads
 
 
@@ -153,10 +153,8 @@ def train(
     base = fingerprint(adapted)
     tokens = sum(len(text.tokens) - text.prompt for text in texts)
     training = {
-        **asdict(plan),
-        **(made_by or {}),
-        "answers": len(texts),
-        "answer_tokens": tokens,
+        "plan": asdict(plan),
+        "answers": {**(made_by or {}), "count": len(texts), "tokens": tokens},
         "updates": trainer.progress.update,
         "seconds": round(trainer.progress.seconds),
     }
@@ -166,18 +164,3 @@ def train(
         save(part, Stored(base, found, tree, training), out / name)
     checkpoint.unlink(missing_ok=True)
     return accuracies
-
-
-def settings_of(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of heads from text, by the types of their fields."""
-    kinds: type[HeadSettings] = KINDS[kind].settings_type
-    converted: dict[str, Any] = {}
-    for name, value in given.items():
-        wanted = getattr(kinds.__dataclass_fields__.get(name), "type", None)
-        try:
-            converted[name] = {"true": True, "false": False}[value.lower()] if wanted == "bool" else int(value)
-        except (KeyError, ValueError):
-            raise InputError(
-                f"{kind}: {name}={value!r} must be {'true or false' if wanted == 'bool' else 'a whole number'}."
-            ) from None
-    return converted

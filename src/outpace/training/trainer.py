@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..errors import InputError
 from ..heads import Heads
 from ..models.adapter import Ends
-from ..models.hf import final_states
+from ..models.whole import final_states
 from .data import Batch, Text, batches
 
 CHUNK = 4096  # positions whose logits are there at a time
