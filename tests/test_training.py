@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from outpace.heads.blocks import BlockShape
 from outpace.models.hf import HFModel
 from outpace.models.whole import last_layers, layer_sizes
 from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
+from outpace.training.muon import Muon, orthogonal
 from outpace.training.trainer import Plan, Trainer
 
 from .conftest import VOCABULARY, tiny
@@ -104,7 +106,7 @@ def test_batches_hold_every_text_once(texts: list[Text]) -> None:
 
 
 def test_heads_learn(texts: list[Text]) -> None:
-    one = trainer(Plan(updates=60, tokens=400, rate=1e-2, copied_rate=3e-3))
+    one = trainer(Plan(updates=60, tokens=400, rate=1e-2))
     before = one.accuracies(texts)
     shares: list[float] = []
     losses: list[dict[str, list[float]]] = []
@@ -132,13 +134,13 @@ def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
     ends = adapted.ends()
     from outpace.models.whole import final_states
 
-    hidden = final_states(model, adapted.norm, batch.tokens, batch.mask)
+    hidden = final_states(model, adapted.norm, batch.tokens)
     with torch.no_grad():
         states = heads.states(hidden, ends.embed(batch.tokens), ends)
         leaves = {name: part.states(hidden, ends.embed(batch.tokens), ends) for name, part in one.heads.items()}
         for row in range(3):
             length = int(batch.lengths[row])
-            alone = final_states(model, adapted.norm, batch.tokens[row : row + 1, :length], batch.mask[:1, :length])
+            alone = final_states(model, adapted.norm, batch.tokens[row : row + 1, :length])
             torch.testing.assert_close(alone[0], hidden[row, :length], rtol=1e-3, atol=1e-3)
     found = one._backward(
         {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}, hidden, *one._places(batch)
@@ -197,6 +199,36 @@ def test_broken_prompt_files_are_refused(tmp_path: Path, text: str, message: str
     file.write_text(text)
     with pytest.raises(InputError, match=message):
         read_prompts(file)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 4, 16), (1, 16, 4)])
+def test_muons_steps_are_nearly_orthogonal(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(shape, dtype=torch.float64)
+    found = orthogonal(matrices)
+    assert found.shape == shape
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+    for matrix, near in zip(matrices, found, strict=True):
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        off = left.T @ near @ right.T
+        assert (off - off.diagonal().diag()).abs().max() < 1e-9  # the singular vectors stay
+
+
+def test_muon_agrees_with_torchs_own() -> None:
+    """In its first steps, as near as bfloat16 allows."""
+    torch.manual_seed(0)
+    one, other = (torch.nn.Parameter(torch.ones(6, 9)) for _ in range(2))
+    mine, theirs = Muon([one], 0.1), torch.optim.Muon([other], 0.1, weight_decay=0, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        one.grad = torch.randn(6, 9)
+        other.grad = one.grad.clone()
+        mine.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs.step()
+    torch.testing.assert_close(one, other, rtol=0.02, atol=0.005)
 
 
 def test_bad_plans_are_refused() -> None:

@@ -237,9 +237,9 @@ def train(
     ] = [],  # noqa: B006
     updates: Annotated[int, typer.Option(help="Stop after so many updates.")] = 0,
     minutes: Annotated[float, typer.Option(help="Or after so many minutes.")] = 0.0,
-    tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 32768,
-    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 3e-3,
-    copied_rate: Annotated[float, typer.Option(help="The same for layers taken over from the model.")] = 1e-3,
+    tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 16384,
+    rate: Annotated[float, typer.Option(help="The highest learning rate of matrices, by Muon.")] = 1e-2,
+    vector_rate: Annotated[float, typer.Option(help="The same for norms and biases, by AdamW.")] = 3e-3,
     weight: Annotated[float, typer.Option(help="Of each head's loss, relative to the head before it.")] = 0.8,
     hard: Annotated[float, typer.Option(help="Share of the loss that counts the model's choice alone.")] = 0.0,
     held_out: Annotated[int, typer.Option(help="Prompts kept back, to measure accuracies on.")] = 256,
@@ -265,7 +265,7 @@ def train(
     from .training.run import train as run
     from .training.trainer import Plan
 
-    plan = Plan(updates, minutes, tokens, rate, copied_rate, weight, hard, seed=seed)
+    plan = Plan(updates, minutes, tokens, rate, vector_rate, weight, hard, seed=seed)
     how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
     given = _grouped(kinds, settings, "kind of heads to train", "KIND.NAME=VALUE, as in --set amphista.stages=1")
     chosen = {kind: _head_settings(kind, given[kind]) for kind in kinds}

@@ -1,6 +1,6 @@
 """Amphista: heads that attend to each other, fed by layers that adapt the target's states in two stages.
 
-h      the target's state at t, after its last layer
+h      the target's state at t, after its last layer, brought to unit size
 e      the token at t + 1, embedded
 h¹ = A₁(h, e), h² = A₂(h¹, e)     adaptation: a causal block each, over all positions of the text
 heads                             the first half of them reads h¹, the second h²
@@ -49,13 +49,16 @@ class AmphistaHeads(Heads):
         self.stages = nn.ModuleList(_Stage(shape) for _ in range(settings.stages))
         self.heads = nn.ModuleList(_Head(shape) for _ in range(settings.count))
         self.positions = nn.Parameter(torch.zeros(settings.count, shape.width)) if settings.positions else None
-        self.encoder = Block(shape, silent=True) if settings.auto_embedding else None
+        self.encoder = Block(shape) if settings.auto_embedding else None
         self.norm = nn.RMSNorm(shape.width, eps=shape.eps)
 
     def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
         _take_over(self.norm, norm)
         for stage, layer in zip(self.stages, layers[-len(self.stages) or len(layers) :], strict=False):
             _take_over(stage.block, layer)  # type: ignore[arg-type]
+        for block in (*(stage.block for stage in self.stages), self.encoder):
+            if isinstance(block, Block):
+                block.silence()
 
     def states(self, hidden: torch.Tensor, embedded: torch.Tensor, ends: Ends) -> torch.Tensor:
         positions = torch.arange(hidden.shape[1], device=hidden.device)
@@ -69,8 +72,12 @@ class AmphistaHeads(Heads):
         positions: torch.Tensor,
         memories: list[Memory] | None = None,
     ) -> list[torch.Tensor]:
-        """The target's states and those after each stage, all [..., length, width]."""
-        adapted = [hidden]
+        """The target's states and those after each stage, all [..., length, width].
+
+        A target's states may be large, and what is added to them would have to be as large to be heard. The norm at
+        the end takes the size away anyhow, so it is taken away first.
+        """
+        adapted = [F.rms_norm(hidden, hidden.shape[-1:], eps=self.shape.eps)]
         for number, stage in enumerate(self.stages):
             adapted.append(stage(adapted[-1], tokens, positions, memories[number] if memories else None))
         return adapted

@@ -111,5 +111,5 @@ def following(embedded: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def last_row(rows: FixedRows, pool: Pool) -> torch.Tensor:
-    """[1] the last of the rows that do not just fill up."""
-    return (rows.slots != pool.scratch).sum(0, keepdim=True) - 1
+    """[1] the last of the rows that do not just fill up; the first, if all do."""
+    return (rows.slots != pool.scratch).sum(0, keepdim=True).sub(1).clamp(min=0)

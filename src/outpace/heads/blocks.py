@@ -38,16 +38,17 @@ class BlockShape:
 class Block(nn.Module):
     """Attention and a gated feed-forward, each after a norm. The names are Llama's, so its layers can be copied in."""
 
-    def __init__(self, shape: BlockShape, silent: bool = False) -> None:
-        """`silent`: what it adds is zero at first."""
+    def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.width, eps=shape.eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=shape.eps)
         self.mlp = FeedForward(shape)
-        if silent:
-            nn.init.zeros_(self.self_attn.o_proj.weight)
-            nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def silence(self) -> None:
+        """Before training: let it add nothing."""
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
 
     def forward(
         self,

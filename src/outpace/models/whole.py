@@ -20,17 +20,18 @@ from .hf import attend
 BATCHED = "outpace_batched"  # the name under which `attend_in_batches` is known to transformers
 
 
-def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor) -> torch.Tensor:
     """Hidden states [texts, length, width] after the last layer, of whole texts [texts, length] at once.
 
-    `norm` is the name of what follows the last layer (`HFModel.norm`), `mask` is 0 where a text has ended.
+    `norm` is the name of what follows the last layer (`HFModel.norm`). No mask says where a text has ended: no
+    position sees what fills up behind it, and attention is quicker without.
     """
     decoder = model.get_decoder()
     found: list[torch.Tensor] = []
     hook = decoder.get_submodule(norm).register_forward_pre_hook(lambda _, given: found.append(given[0]))
     try:
         with torch.no_grad():
-            decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
+            decoder(input_ids=tokens, use_cache=False)
     finally:
         hook.remove()
     return found[0]

@@ -296,10 +296,10 @@ class _FixedStep:
 
     def capture(self, memory: Any) -> Any:
         """Record the step, its memory from the pool `memory`. All rows write to the scratch slot meanwhile."""
+        self.warm_up()
         if not self.on_gpu:
             return None
         graph = torch.cuda.CUDAGraph()
-        self.warm_up()
         with torch.inference_mode(), torch.cuda.graph(graph, pool=memory):
             self._step()
         self._graph = graph

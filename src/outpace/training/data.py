@@ -166,12 +166,11 @@ class Batch:
     """Texts side by side, filled up on the right."""
 
     tokens: torch.Tensor  # [texts, length]
-    mask: torch.Tensor  # [texts, length] 1 where there is text
     prompts: torch.Tensor  # [texts]
     lengths: torch.Tensor  # [texts]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(part.to(device) for part in (self.tokens, self.mask, self.prompts, self.lengths)))
+        return Batch(*(part.to(device) for part in (self.tokens, self.prompts, self.lengths)))
 
 
 def batches(texts: Sequence[Text], tokens: int, rng: random.Random) -> Iterator[Batch]:
@@ -191,5 +190,4 @@ def batches(texts: Sequence[Text], tokens: int, rng: random.Random) -> Iterator[
         padded = torch.zeros(len(group), int(lengths.max()), dtype=torch.long)
         for row, text in enumerate(group):
             padded[row, : len(text.tokens)] = text.tokens
-        mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
-        yield Batch(padded, mask, torch.tensor([text.prompt for text in group]), lengths)
+        yield Batch(padded, torch.tensor([text.prompt for text in group]), lengths)

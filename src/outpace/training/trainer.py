@@ -22,6 +22,7 @@ from ..heads import Heads
 from ..models.adapter import Ends
 from ..models.whole import final_states
 from .data import Batch, Text, batches
+from .muon import Muon
 
 CHUNK = 4096  # positions whose logits are there at a time
 RANKS = 10  # guesses of a head that are counted
@@ -32,15 +33,15 @@ class Plan:
     """How to train.
 
     updates or minutes: when to end; the learning rate falls to zero towards it.
-    tokens: of one update. rate: of what begins anew, `copied_rate` of what was taken over from the target's layers.
+    tokens: of one update. rate: of matrices, which Muon trains; vector_rate: of all else, which AdamW trains.
     weight: of each head relative to the one before it. hard: share of the loss that asks for the target's choice alone.
     """
 
     updates: int = 0
     minutes: float = 0.0
-    tokens: int = 32768
-    rate: float = 3e-3
-    copied_rate: float = 1e-3
+    tokens: int = 16384
+    rate: float = 1e-2
+    vector_rate: float = 3e-3
     weight: float = 0.8
     hard: float = 0.0
     warm_up: float = 0.05
@@ -53,8 +54,8 @@ class Plan:
             raise InputError(f"updates={self.updates}, minutes={self.minutes}: give one of the two, above 0.")
         if not 0 <= self.hard <= 1 or not 0 < self.weight <= 1 or not 0 <= self.warm_up < 1:
             raise InputError("hard must be 0 to 1, weight above 0 to 1, warm_up 0 to below 1.")
-        if min(self.tokens, self.rate, self.copied_rate, self.clip) <= 0:
-            raise InputError("tokens, rate, copied_rate and clip must be above 0.")
+        if min(self.tokens, self.rate, self.vector_rate, self.clip) <= 0:
+            raise InputError("tokens, rate, vector_rate and clip must be above 0.")
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Trainer:
         self.plan = plan
         self.device = next(model.parameters()).device
         self.progress = Progress()
-        self.optimizers = {name: _optimizer(part, plan) for name, part in self.heads.items()}
+        self.optimizers = {name: _optimizers(part, plan) for name, part in self.heads.items()}
         for part in self.heads.values():
             part.to(self.device, torch.float32).train()
         gpu = self.device.type == "cuda"
@@ -115,17 +116,18 @@ class Trainer:
         return progress.update / plan.updates if plan.updates else progress.seconds / (60 * plan.minutes)
 
     def _update(self, batch: Batch) -> None:
-        hidden = final_states(self.model, self.norm, batch.tokens, batch.mask)
+        hidden = final_states(self.model, self.norm, batch.tokens)
         states = {name: self._states(part, hidden, batch.tokens) for name, part in self.heads.items()}
         leaves = {name: found.detach().requires_grad_() for name, found in states.items()}
         self._note(self._backward(leaves, hidden, *self._places(batch)))
-        for name, optimizer in self.optimizers.items():
+        for name, optimizers in self.optimizers.items():
             torch.autograd.backward(states[name], leaves[name].grad)
             torch.nn.utils.clip_grad_norm_(self.heads[name].parameters(), self.plan.clip)
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * self._factor()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer, peak in zip(optimizers, (self.plan.rate, self.plan.vector_rate), strict=True):
+                for group in optimizer.param_groups:
+                    group["lr"] = peak * self._factor()
+                optimizer.step()
+                optimizer.zero_grad()
 
     def _factor(self) -> float:
         """Of the learning rate: it rises, then falls along a cosine."""
@@ -205,7 +207,7 @@ class Trainer:
         state = {
             "progress": vars(self.progress),
             "heads": {name: part.state_dict() for name, part in self.heads.items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: [one.state_dict() for one in both] for name, both in self.optimizers.items()},
         }
         half = path.with_suffix(".part")
         try:
@@ -223,7 +225,8 @@ class Trainer:
                 raise InputError(f"{path} is of {', '.join(state['heads'])}, not of {', '.join(self.heads)}.")
             for name, part in self.heads.items():
                 part.load_state_dict(state["heads"][name])
-                self.optimizers[name].load_state_dict(state["optimizers"][name])
+                for optimizer, stored in zip(self.optimizers[name], state["optimizers"][name], strict=True):
+                    optimizer.load_state_dict(stored)
         except InputError:
             raise
         except Exception as error:
@@ -240,7 +243,7 @@ class Trainer:
             part.eval()
         for batch in batches(texts, self.plan.tokens, random.Random(0)):
             there = batch.to(self.device)
-            hidden = final_states(self.model, self.norm, there.tokens, there.mask)
+            hidden = final_states(self.model, self.norm, there.tokens)
             rows, weights = self._places(there)
             for name, part in self.heads.items():
                 flat = self._states(part, hidden, there.tokens).flatten(1, 2)
@@ -271,14 +274,13 @@ def _loss(logits: torch.Tensor, target: torch.Tensor, hard: float) -> torch.Tens
     return loss
 
 
-def _optimizer(heads: Heads, plan: Plan) -> torch.optim.Optimizer:
-    copied: list[torch.Tensor] = []
-    new: list[torch.Tensor] = []
+def _optimizers(heads: Heads, plan: Plan) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for all else."""
+    matrices: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
     for name, parameter in heads.named_parameters():
-        (copied if name.startswith("stages.") and ".block." in name else new).append(parameter)
-    groups = [
-        {"params": parameters, "lr": rate, "peak": rate}
-        for parameters, rate in ((new, plan.rate), (copied, plan.copied_rate))
-        if parameters
-    ]
-    return torch.optim.AdamW(groups, weight_decay=0.0)
+        (matrices if name.endswith("weight") and parameter.dim() == 2 else others).append(parameter)
+    return (
+        Muon(matrices, plan.rate),
+        torch.optim.AdamW(others, plan.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    )
