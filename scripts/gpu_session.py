@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -257,17 +257,17 @@ def wide(arguments: argparse.Namespace) -> None:
         )
     print("layers", {name: round(1000 * cost, 2) for name, cost in curve.segments.items()})
     print("drafting", {name: round(1000 * cost, 2) for name, cost in curve.drafting.items()})
-    runners: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {}
+    runners: dict[str, Callable[[list[int]], Run]] = {}
     small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    tried = {
-        name: decoder.prepare(method) for name, method in {**methods(), **with_heads(small, arguments.times)}.items()
-    }
-    for name, method in tried.items():
-        runners[name] = lambda prompt, method=method: ours(decoder, method, prompt)
-    runners["transformers generate"] = lambda prompt: theirs(model, prompt)
-    runners["transformers prompt lookup"] = lambda prompt: theirs(model, prompt, prompt_lookup_num_tokens=10)
+    for name, method in {**methods(), **with_heads(small, arguments.times)}.items():
+        if name == "plain" or not arguments.only or name.startswith(tuple(arguments.only)):
+            ready = decoder.prepare(method)
+            runners[name] = lambda prompt, ready=ready: ours(decoder, ready, prompt)
+    if not arguments.only:
+        runners["transformers generate"] = lambda prompt: theirs(model, prompt)
+        runners["transformers prompt lookup"] = lambda prompt: theirs(model, prompt, prompt_lookup_num_tokens=10)
     questions = spec_bench(arguments.data, arguments.each)
-    seconds, tokens, steps, same = ({name: [] for name in runners} for _ in range(4))
+    seconds, tokens, steps, same, drafting, verifying = ({name: [] for name in runners} for _ in range(6))
     for number, question in enumerate(questions):
         prompt = decoder.encode(question["text"])
         shared = number % arguments.every == 0  # transformers takes many times as long, so it runs on some prompts only
@@ -276,14 +276,17 @@ def wide(arguments: argparse.Namespace) -> None:
             if name.startswith("transformers") and not shared:
                 continue
             start = time.perf_counter()
-            found, count = run(prompt)
+            found = run(prompt)
             seconds[name].append(time.perf_counter() - start)
-            plain = plain or found
-            tokens[name].append(len(found))
-            steps[name].append(count)
-            same[name].append(found == plain)
+            plain = plain or found.tokens
+            tokens[name].append(len(found.tokens))
+            steps[name].append(found.steps)
+            same[name].append(found.tokens == plain)
+            drafting[name].append(found.drafting)
+            verifying[name].append(found.verifying)
     table = Table(
-        "method", "tokens/s", "plain = 1", "transformers = 1", "tokens a step", "ms a step", "same text as plain"
+        *("method", "tokens/s", "plain = 1", "transformers = 1", "tokens a step", "ms a step"),
+        *("drafting", "verifying", "same text as plain"),
     )
     speed = {name: sum(tokens[name]) / sum(seconds[name]) for name in runners}
     step = arguments.every
@@ -292,29 +295,46 @@ def wide(arguments: argparse.Namespace) -> None:
         for name in runners
     }
     for name in runners:
-        count = sum(steps[name])
-        extra = (f"{sum(tokens[name]) / count:.2f}", f"{sum(seconds[name]) / count * 1000:.2f}") if count else ("", "")
+        count, whole = sum(steps[name]), sum(seconds[name])
+        extra = ["", "", "", ""]
+        if count:
+            extra = [f"{sum(tokens[name]) / count:.2f}", f"{whole / count * 1000:.2f}"]
+            extra += [f"{sum(part[name]) / whole:.0%}" for part in (drafting, verifying)]
         table.add_row(
             name,
             f"{speed[name]:.1f}",
             f"{speed[name] / speed['plain']:.2f}",
-            f"{base[name] / base['transformers generate']:.2f}",
+            f"{base[name] / base['transformers generate']:.2f}" if "transformers generate" in base else "",
             *extra,
             f"{sum(same[name])} of {len(same[name])}",
         )
     CONSOLE.print(f"{len(questions)} prompts; transformers on every {step}th, and compared on those", table)
 
 
-def ours(decoder: Decoder, method: Method, prompt: list[int]) -> tuple[list[int], int]:
-    result = decoder.generate(prompt, method=method, max_new_tokens=NEW_TOKENS)
-    return result.token_ids, result.steps
+class Run(NamedTuple):
+    """One text, and where the time went: the rest is neither."""
+
+    tokens: list[int]
+    steps: int
+    drafting: float
+    verifying: float
 
 
-def theirs(model: Any, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+def ours(decoder: Decoder, method: Method, prompt: list[int]) -> Run:
+    tokens, steps, drafting, verifying = [], 0, 0.0, 0.0
+    for step in decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS):
+        tokens += step.tokens
+        steps += 1
+        drafting += step.seconds["draft"] + step.seconds["learn"]
+        verifying += step.seconds["score"] + step.seconds["verify"]  # the second waits for what the first began
+    return Run(tokens, steps, drafting, verifying)
+
+
+def theirs(model: Any, prompt: list[int], **options: Any) -> Run:
     ids = torch.tensor([prompt], device=DEVICE)
     mask = torch.ones_like(ids)
     output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
-    return output[0, ids.shape[1] :].tolist(), 0
+    return Run(output[0, ids.shape[1] :].tolist(), 0, 0.0, 0.0)
 
 
 def exact(arguments: argparse.Namespace) -> None:
@@ -404,6 +424,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for wide and exact")
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
+    parser.add_argument("--only", nargs="+", help="for wide: plain and the methods that begin so, without transformers")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact")
     parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation")
     parser.add_argument("--minutes", type=float, default=2.0, help="of training, for ablation")
