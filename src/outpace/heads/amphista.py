@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..models.adapter import Ends, FixedRows
 from ..pool import Pool, Sequence
 from .base import Follower, Heads, HeadSettings, following, last_row
-from .blocks import Block, BlockShape, Memory
+from .blocks import Angles, Block, BlockShape, Memory, rotary
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ class AmphistaHeads(Heads):
         the end takes the size away anyhow, so it is taken away first.
         """
         adapted = [F.rms_norm(hidden, hidden.shape[-1:], eps=self.shape.eps)]
+        angles = rotary(positions, self.shape, hidden.dtype)
         for number, stage in enumerate(self.stages):
-            adapted.append(stage(adapted[-1], tokens, positions, memories[number] if memories else None))
+            adapted.append(stage(adapted[-1], tokens, angles, memories[number] if memories else None))
         return adapted
 
     def read(self, adapted: list[torch.Tensor]) -> torch.Tensor:
@@ -121,10 +122,10 @@ class _Stage(nn.Module):
         nn.init.zeros_(self.from_token.weight)
 
     def forward(
-        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, memory: Memory | None
+        self, states: torch.Tensor, tokens: torch.Tensor, angles: Angles, memory: Memory | None
     ) -> torch.Tensor:
         mixed = self.from_state(states) + self.from_token(self.token_norm(tokens))
-        adapted: torch.Tensor = self.block(mixed, positions, memory)
+        adapted: torch.Tensor = self.block(mixed, angles, memory)
         return adapted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -53,10 +54,10 @@ class Block(nn.Module):
     def forward(
         self,
         states: torch.Tensor,  # [..., length, width]
-        positions: torch.Tensor | None = None,  # [length]: causal, with rotary positions; None: all see all
+        angles: Angles | None = None,  # of [length] positions: causal, with rotary positions; None: all see all
         memory: Memory | None = None,
     ) -> torch.Tensor:
-        states = states + self.self_attn(self.input_layernorm(states), positions, memory)
+        states = states + self.self_attn(self.input_layernorm(states), angles, memory)
         found: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return found
 
@@ -78,21 +79,19 @@ class Attention(nn.Module):
         super().__init__()
         self.size = shape.head_size
         self.grouped = shape.heads != shape.key_heads
-        self.theta = shape.theta
         self.q_proj = nn.Linear(shape.width, shape.heads * shape.head_size, bias=False)
         self.k_proj = nn.Linear(shape.width, shape.key_heads * shape.head_size, bias=False)
         self.v_proj = nn.Linear(shape.width, shape.key_heads * shape.head_size, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.width, bias=False)
 
-    def forward(self, states: torch.Tensor, positions: torch.Tensor | None, memory: Memory | None) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, angles: Angles | None, memory: Memory | None) -> torch.Tensor:
         query, key, value = (
             part(states).unflatten(-1, (-1, self.size)).transpose(-2, -3)
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if positions is None:
+        if angles is None:
             mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=self.grouped).transpose(-2, -3)
         else:
-            angles = _angles(positions, self.size, self.theta)
             mixed = (memory or Memory()).attend(_turn(query, angles), _turn(key, angles), value)
         joined: torch.Tensor = self.o_proj(mixed.flatten(-2))
         return joined
@@ -112,14 +111,21 @@ class FeedForward(nn.Module):
         return mixed
 
 
-def _angles(positions: torch.Tensor, size: int, theta: float) -> torch.Tensor:
-    """[length, size / 2]"""
-    powers = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    return positions[:, None].float() * theta**-powers
+class Angles(NamedTuple):
+    """Rotary positions: by how much the halves of a head are turned against each other, both [length, size]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor  # of the first half negative
 
 
-def _turn(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, the halves of a head turned against each other."""
-    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+def rotary(positions: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> Angles:
+    """The angles of [length] positions, for all blocks of this shape."""
+    powers = torch.arange(0, shape.head_size, 2, device=positions.device, dtype=torch.float32) / shape.head_size
+    angles = positions[:, None].float() * shape.theta**-powers
+    cos, sin = angles.cos(), angles.sin()
+    return Angles(torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype))
+
+
+def _turn(states: torch.Tensor, angles: Angles) -> torch.Tensor:
     left, right = states.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    return (states * angles.cos + torch.cat([right, left], -1) * angles.sin).to(states.dtype)

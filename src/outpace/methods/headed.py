@@ -19,14 +19,15 @@ from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
 from ..models.adapter import Model
 from ..picking import Foreseen, Picker
+from ..pool import Numbers
 from ..pool import Sequence as Text
 from ..runtime.plain import Engine
 from .base import Drafter, Method
 
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
 Ranks: TypeAlias = "tuple[int, ...]"
-Expect: TypeAlias = "Callable[[int, list[tuple[int, ...]]], Foreseen]"
-"""Of a depth and the paths that lead there: the likeliest tokens behind each path, or one line for all of them."""
+Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
+"""Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
 
 
 class Ready(NamedTuple):
@@ -173,8 +174,8 @@ class _Drafter(Drafter):
             self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
         if self.heads.sequential:
 
-            def expect(place: int, paths: list[tuple[int, ...]]) -> Foreseen:
-                guesses = self.follower.guess(torch.tensor(paths, dtype=torch.long, device=hidden.device))
+            def expect(place: int, paths: Numbers) -> Foreseen:
+                guesses = self.follower.guess(torch.from_numpy(paths).to(hidden.device))
                 return foresee(guesses, [first + place] * len(paths), top, coupled)
 
             return expect
@@ -195,30 +196,27 @@ def grow(
 
     From each depth the `beam` likeliest paths go on to the next.
     """
-    worth, parents, tokens, depths = [0.0], [-1], [0], [0]
-    paths: list[tuple[int, ...]] = [()]
-    frontier = [0]
+    worth, paths = np.zeros(1), np.zeros((1, 0), dtype=np.int64)  # of the paths that are followed
+    first, count = 0, 1  # the node that the first of them ends in, and how many nodes there are
+    levels: list[tuple[Any, Numbers, Numbers, Numbers]] = []  # worth, parent, token and depth of new nodes
     for place in range(depth):
         found = expect(place, paths)
-        worths = np.array([worth[node] for node in frontier])[:, None] + found.chances
+        worths = worth[:, None] + found.chances
         best = np.argsort(-worths, axis=None, kind="stable")[:beam]
-        added, longer = [], []
-        for path, rank in zip(*np.unravel_index(best, worths.shape), strict=True):
-            token = int(found.tokens[path if len(found.tokens) > 1 else 0, rank])
-            added.append(len(worth))
-            longer.append((*paths[path], token))
-            worth.append(float(worths[path, rank]))
-            parents.append(frontier[path])
-            tokens.append(token)
-            depths.append(place + 1)
-        frontier, paths = added, longer
+        path, rank = np.divmod(best, worths.shape[1])
+        token = np.broadcast_to(found.tokens, worths.shape)[path, rank]
+        worth, paths = worths[path, rank], np.concatenate([paths[path], token[:, None]], 1)
+        levels.append((worth, first + path, token, np.full(len(best), place + 1)))
+        first, count = count, count + len(best)
+    worths, parents, tokens, depths = map(np.concatenate, zip(*levels, strict=True))
     # A guess is never likelier than its parent, which comes first in the list: no child is taken without its parent.
-    order = sorted(range(1, len(worth)), key=lambda node: -worth[node])[: rows - 1]
+    order = np.argsort(-worths, kind="stable")[: rows - 1]
     if price:
-        order = order[: worthwhile([float(np.exp(worth[node])) for node in order], price) - 1]
+        order = order[: worthwhile(np.exp(worths[order]).tolist(), price) - 1]
     placed = {0: 0}
-    for node in order:
-        (placed[node],) = tree.insert([tokens[node]], f"head {depths[node]}", below=placed[parents[node]])
+    chosen = np.stack([1 + order, parents[order], tokens[order], depths[order]])
+    for node, parent, guess, at in zip(*chosen.tolist(), strict=True):
+        (placed[node],) = tree.insert([guess], f"head {at}", below=placed[parent])
 
 
 def plant(tree: Tree, expect: Expect, nodes: Sequence[Ranks]) -> None:
@@ -227,7 +225,7 @@ def plant(tree: Tree, expect: Expect, nodes: Sequence[Ranks]) -> None:
     for depth in range(1, max(map(len, nodes), default=0) + 1):
         level = [path for path in nodes if len(path) == depth]
         parents = sorted({path[:-1] for path in level})
-        found = expect(depth - 1, [placed[parent][1] for parent in parents])
+        found = expect(depth - 1, np.array([placed[parent][1] for parent in parents], dtype=np.int64))
         for path in level:
             line = parents.index(path[:-1]) if len(found.tokens) > 1 else 0
             token = int(found.tokens[line, path[-1]])
