@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from outpace import Autoregressive, Decoder, InputError, ModelError, Sampling
-from outpace.draft import Tree, chain
+from outpace.draft import Draft, chain
 from outpace.heads import KINDS, AmphistaSettings, Heads, MedusaSettings
 from outpace.heads.blocks import BlockShape
 from outpace.heads.storing import Stored, fingerprint, load, save
@@ -24,7 +24,7 @@ from outpace.methods import METHODS
 from outpace.methods.headed import Headed, grow, plant, worthwhile
 from outpace.models.hf import HFModel
 from outpace.models.whole import layer_sizes
-from outpace.picking import Foreseen, Picker
+from outpace.picking import Foreseen, Picker, likeliest
 from outpace.runtime.graphs import GraphEngine
 
 from .conftest import VOCABULARY, tiny
@@ -165,11 +165,10 @@ def fixed(accuracies: list[list[float]]) -> Any:
 @given(ACCURACIES, st.integers(2, 30))
 def test_a_grown_tree_is_the_planted_one(accuracies: list[list[float]], rows: int) -> None:
     accuracies = [sorted(head, reverse=True) for head in accuracies]
-    grown, planted = Tree(99), Tree(99)
-    grow(grown, fixed(accuracies), len(accuracies), rows, beam=100)
-    plant(planted, fixed(accuracies), best_tree(accuracies, rows - 1))
+    grown = grow(99, fixed(accuracies), len(accuracies), rows, beam=100)
+    planted = plant(99, fixed(accuracies), best_tree(accuracies, rows - 1))
 
-    def worth(tree: Tree) -> float:
+    def worth(tree: Draft) -> float:
         total, worths = 0.0, [1.0]
         for row in range(1, len(tree)):
             depth, rank = divmod(tree.tokens[row], 10)
@@ -194,7 +193,7 @@ def test_foreseen_with_the_targets_own_logits_is_its_choice(seed: int) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=seed)):
         picker = Picker(sampling, 3)
         prefix = list(range(7))
-        found = picker.foresee(logits, [7, 8], 5)
+        found = picker.foresee(likeliest(logits, picker.candidates(5)), [7, 8], 5)
         assert found.tokens[0, 0] == picker.choose(logits[0], prefix)
         assert found.tokens[1, 0] == picker.choose(logits[1], [*prefix, 1])
         assert found.tokens.shape == found.chances.shape == (2, 5)

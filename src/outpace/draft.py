@@ -74,10 +74,12 @@ class Draft:
     def ancestors(self) -> Mask:
         """[rows, rows], True where the column is the row itself or one of its ancestors."""
         sees = np.eye(len(self.tokens), dtype=np.bool_)
-        for row, parent in enumerate(self.parents):
-            if parent >= 0:
-                sees[row, : parent + 1] = sees[parent, : parent + 1]
-        return sees
+        above = np.maximum(self.parents, 0)  # the parent, then the ancestor 2, 4, 8 … generations up; the root stays
+        while True:
+            sees |= sees[above]
+            if not above.any():
+                return sees
+            above = above[above]
 
 
 class Tree:
