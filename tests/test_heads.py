@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from outpace import Autoregressive, Decoder, InputError, ModelError, Sampling
+from outpace import Amphista, Autoregressive, Decoder, InputError, ModelError, Sampling
 from outpace.draft import Draft, chain
 from outpace.heads import KINDS, AmphistaSettings, Heads, MedusaSettings
 from outpace.heads.blocks import BlockShape
@@ -178,6 +178,20 @@ def test_a_grown_tree_is_the_planted_one(accuracies: list[list[float]], rows: in
 
     assert len(grown) == len(planted)
     assert worth(grown) == pytest.approx(worth(planted))
+
+
+@pytest.mark.parametrize("tree", ["confidence", "measured"])
+def test_some_rows_go_to_repetition(tree: str, kept: Path) -> None:
+    """A text that has come by here before is guessed as far as it goes, within the rows there are."""
+    decoder = Decoder(tiny("Llama"))
+    prompt = [5, 9, 7, 3, 8, 2] * 3
+    for lookup in (0.0, 0.5):
+        method = decoder.prepare(Amphista(heads=kept, rows=11, tree=tree, lookup=lookup))
+        drafts = [step.draft for step in decoder.stream(prompt, method=method, max_new_tokens=12)]
+        found = {source for draft in drafts for source in draft.sources[1:]}
+        assert "head 1" in found
+        assert ("lookup" in found) == (lookup > 0)
+        assert max(map(len, drafts)) <= 11
 
 
 def test_a_tree_is_as_large_as_pays() -> None:

@@ -22,8 +22,10 @@ from ..pool import Numbers
 from ..pool import Sequence as Text
 from ..runtime.plain import Engine
 from .base import Drafter, Method
+from .ngrams import History
 
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
+LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
 """Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
@@ -42,6 +44,8 @@ class Headed(Method):
 
     heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
     rows: how many rows a draft may have.
+    lookup: the share of them that may go to guesses that the text repeats itself, as prompt lookup has them; none with
+        a tree of your own.
     tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at every
         step, the one stored with the heads, likeliest by their measured accuracies; or paths of ranks, like
         [[0], [0, 0], [1]].
@@ -55,6 +59,7 @@ class Headed(Method):
 
     heads: Any = None
     rows: int = 64
+    lookup: float = 0.5
     tree: Any = "confidence"
     top: int = 10
     beam: int = 64
@@ -62,7 +67,7 @@ class Headed(Method):
     priced: bool = True
 
     def __post_init__(self) -> None:
-        self.check(rows=(1, 1024), top=(1, 256), beam=(1, 1024))
+        self.check(rows=(1, 1024), lookup=(0.0, 1.0), top=(1, 256), beam=(1, 1024))
         if self.tree not in ("confidence", "measured"):
             object.__setattr__(self, "tree", read_tree(self.name, self.tree))
 
@@ -126,6 +131,10 @@ class _Drafter(Drafter):
         self.begun = False  # the follower reads the first rows
         self.price = engine.costs.price if engine.costs and method.priced else None
         self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
+        self.lookup = int(method.lookup * (method.rows - 1)) if isinstance(method.tree, str) else 0
+        self.history = History(LONGEST)
+        if self.lookup:
+            self.history.extend(sequence.tokens)
         self.tree: list[Ranks] | None = None
         if not isinstance(method.tree, str):
             self.tree = list(method.tree)
@@ -145,9 +154,18 @@ class _Drafter(Drafter):
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         self.new.append(scores.hidden[list(verdict.rows)])
+        if self.lookup:
+            self.history.extend(verdict.tokens)
+
+    def draft(self, room: int) -> Draft:
+        repeated = Tree(self.sequence.tokens[-1])
+        self.history.grow(repeated, 1 + self.lookup, min(REACH, room), "lookup", floor=FLOOR, price=self.price)
+        draft = self._guess(room, len(repeated) - 1)
+        return draft if len(repeated) == 1 else Tree.of(draft, repeated).draft()
 
     @torch.inference_mode()
-    def draft(self, room: int) -> Draft:
+    def _guess(self, room: int, taken: int) -> Draft:
+        """What the heads guess, with `taken` rows fewer than there may be."""
         text = self.sequence.tokens
         depth = min(self.heads.count, room)
         if not (self.new and depth):
@@ -155,9 +173,12 @@ class _Drafter(Drafter):
         hidden = self.new[0] if len(self.new) == 1 else torch.cat(self.new)
         self.new = []
         expect = self._expect(hidden, text[-len(hidden) :])
+        rows, price = self.method.rows - taken, self.price
         if self.tree is None:
-            return grow(text[-1], expect, depth, self.method.rows, self.method.beam, self.price)
-        return plant(text[-1], expect, [path for path in self.tree if len(path) <= depth])
+            shifted = (lambda count: price(count + taken)) if price else None
+            return grow(text[-1], expect, depth, rows, self.method.beam, shifted)
+        tree = self.tree[: rows - 1] if self.method.tree == "measured" else self.tree
+        return plant(text[-1], expect, [path for path in tree if len(path) <= depth])
 
     def _expect(self, hidden: torch.Tensor, tokens: list[int]) -> Expect:
         """Let the heads read new rows, and say what they expect."""
