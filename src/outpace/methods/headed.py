@@ -129,7 +129,7 @@ class _Drafter(Drafter):
         self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
         self.follower = self.heads.follow(*self.shared)
         self.begun = False  # the follower reads the first rows
-        self.price = engine.costs.price if engine.costs and method.priced else None
+        self.price = engine.costs.price_with(method.name) if engine.costs and method.priced else None
         self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
         self.lookup = int(method.lookup * (method.rows - 1)) if isinstance(method.tree, str) else 0
         self.history = History(LONGEST)
