@@ -215,7 +215,7 @@ class GraphEngine(Engine):
         start = sequence.stable if self._reader is sequence else 0
         if start < len(rows.text):
             self._text[start : len(rows.text)].copy_(torch.tensor(rows.text[start:]))
-        self._reader, sequence.stable = sequence, len(rows.text)
+        self._reader, sequence.stable = sequence, max(start, len(rows.text))
 
     def _graph(self, size: int, length: int, layers: tuple[int, int] | None = None) -> _Graph:
         key = (size, _span(length), layers or (0, self.model.layers))
