@@ -225,7 +225,9 @@ def calibrate(
 
 @app.command()
 def train(
-    kinds: Annotated[list[str], typer.Argument(help="medusa, hydra, amphista: one or several, trained together.")],
+    kinds: Annotated[
+        list[str], typer.Argument(help="medusa, hydra, amphista, exits: one or several, trained together.")
+    ],
     prompts: Annotated[Path, typer.Option(help="JSON lines with prompts; the model's own answers are trained on.")],
     out: Annotated[Path, typer.Option(help="Where the heads go, a folder each, and the answers.")],
     model: Model = "smollm2-135m",
@@ -393,11 +395,11 @@ def _convert(method: str, name: str, value: str, kind: object) -> object:
 
 def _head_settings(kind: str, settings: dict[str, str]) -> dict[str, object]:
     """Settings of heads, read by the types of their fields."""
-    from .heads import KINDS
+    from .heads import TRAINABLE
 
-    if kind not in KINDS:
-        raise UnknownNameError("kind of heads", kind, KINDS)
-    types = get_type_hints(KINDS[kind].settings_type)
+    if kind not in TRAINABLE:
+        raise UnknownNameError("kind of heads", kind, TRAINABLE)
+    types = get_type_hints(TRAINABLE[kind].settings_type)
     return {name: _convert(kind, name, value, types.get(name)) for name, value in settings.items()}
 
 

@@ -192,7 +192,7 @@ class ExitHeads(Heads):
         for tokens, read, final in examples:
             often += torch.bincount(tokens.flatten(), minlength=len(often))
             for place, hidden in enumerate(read):
-                given, wanted = self._pair(hidden.float(), final.float(), ends)
+                given, wanted = self._pair(hidden, final, ends)
                 squares[place] += given.T @ given
                 products[place] += given.T @ wanted
         if self.settings.frequent:
@@ -207,8 +207,8 @@ class ExitHeads(Heads):
     def _pair(self, hidden: torch.Tensor, final: torch.Tensor, ends: Ends) -> tuple[torch.Tensor, torch.Tensor]:
         if self.settings.norm == "first" or not self.maps:
             return ends.norm(hidden).float(), ends.norm(final).float()
-        size = final.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
-        return hidden / size, final / size
+        size = final.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+        return hidden.float() / size, final.float() / size
 
 
 def original_exits(layers: tuple[int, ...], width: int) -> ExitHeads:
