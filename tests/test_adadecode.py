@@ -6,6 +6,7 @@ import random
 import warnings
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from outpace.methods.staircase import Heights, Staircase
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.models.whole import layer_sizes
+from outpace.picture import LAYER, climbs_of, staircase
 from outpace.runtime.costs import CostCurve
 from outpace.runtime.graphs import GraphEngine
 
@@ -274,6 +276,38 @@ def test_without_verification_the_text_is_marked_lossy() -> None:
     assert careful.lossless
     assert found.token_ids != careful.token_ids
     assert found.steps < careful.steps
+
+
+def test_the_picture_shows_every_layer_of_every_row_once() -> None:
+    model = tiny("Llama")
+    decoder = Decoder(model)
+    method = decoder.prepare(AdaDecode(random_exits(model), control="fixed", gamma=0.026))
+    ran: list[tuple[int, int, int]] = []
+    climb = decoder.engine.climb
+
+    def watched(sequence: Any, rows: Any, logits: int, start: int = 0, stop: Any = None, *rest: Any) -> Any:
+        ran.append((len(rows), start, stop))
+        return climb(sequence, rows, logits, start, stop, *rest)
+
+    decoder.engine.climb = watched  # type: ignore[method-assign]
+    steps = list(decoder.stream([5, 9, 5, 9, 7], method=method, max_new_tokens=30))
+    for step in steps:
+        found = climbs_of(step, 4)
+        layers: dict[int, list[int]] = {row: [] for row in range(len(step.draft))}
+        there = 0
+        for first, start, stop in found:
+            there = max(there, first + 1)
+            for row in range(first, there):
+                layers[row] += range(start, stop)
+        assert all(each == [0, 1, 2, 3] for each in layers.values())
+    # What ran is what is drawn, but that a row also stops at exits where it does not leave.
+    drawn = sum((stop - start) for step in steps[1:] for _, start, stop in climbs_of(step, 4))
+    assert sum(stop - start for _, start, stop in ran[1:]) == drawn
+    root = ElementTree.fromstring(staircase(steps, 4, lambda token: f"<{token}&"))
+    rows = sum(len(step.draft) for step in steps)
+    assert len(root.findall(".//{*}text[@transform]")) == rows
+    heights = [int(part.get("height", 0)) + 1 for part in root.findall(".//{*}rect")[1:]]
+    assert sum(heights) == rows * 4 * LAYER
 
 
 # Control.

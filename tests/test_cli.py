@@ -445,6 +445,15 @@ def test_trained_exits_draft(folder: Path, heads: Path) -> None:
     assert_refused(train(folder, heads, "--set", "exits.layers=2", kinds=("exits",)), "an exit after layer 2")
 
 
+def test_a_picture_of_the_stairs(folder: Path, tmp_path: Path) -> None:
+    options = ("--method", "self-speculative", "--max-new-tokens", 8)
+    assert generate(folder, *options, "--picture", tmp_path / "stairs.svg").exit_code == 0
+    assert (tmp_path / "stairs.svg").read_text().startswith("<svg")
+    assert_refused(generate(folder, *options, "--picture", tmp_path / "stairs.png"), "must end in .svg")
+    assert_refused(generate(folder, "--picture", "a.svg"), "lookahead climbs no stairs")
+    assert_refused(generate(folder, *options, "--picture", tmp_path / "no" / "a.svg"), "could not be written")
+
+
 def test_a_second_training_uses_the_answers_again(folder: Path, heads: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in (heads / "answers").rglob("*.safetensors")}
     result = train(folder, heads, "--json", kinds=("hydra",))
