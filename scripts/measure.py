@@ -4,6 +4,7 @@
     python scripts/measure.py steps  --out out/steps.jsonl --data FILE     tokens a step by task (Spec-Bench's file)
     python scripts/measure.py replay --out out/replay.jsonl --data FILE    the same for heads, on plain decoding's texts
     python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
+    python scripts/measure.py heads  --plot FILE                           held-out accuracies of the shipped heads
 
 A table is printed last. On a machine without a package registry, carry the embedded model's GGUF file there, in parts
 if need be, and name it: `--gguf PART1 PART2 --model FOLDER` puts it together and converts it to FOLDER first.
@@ -46,8 +47,11 @@ from outpace import (
 )
 from outpace.bench.calibration import calibrate
 from outpace.bench.prompts import PROMPTS
+from outpace.chart import check_plot, print_accuracies, save_accuracies
 from outpace.draft import Scores, Verdict, chain
+from outpace.heads.storing import read_config
 from outpace.methods import METHODS
+from outpace.methods.headed import SHIPPED
 from outpace.models import bundled
 from outpace.models.loading import load
 from outpace.picking import Picker
@@ -81,18 +85,23 @@ STEPS: dict[str, Method] = {
     "lookahead, keys of one token": Lookahead(longest_key=1),
     "lookahead, reach 0": Lookahead(reach=0),
     "lookahead, no recycling": Lookahead(recycle=False),
-    "medusa": Medusa(),
-    "hydra": Hydra(),
-    "amphista": Amphista(),
-    "medusa, measured tree": Medusa(tree="measured"),
-    "hydra, measured tree": Hydra(tree="measured"),
-    "amphista, measured tree": Amphista(tree="measured"),
-    "medusa, not coupled": Medusa(coupled=False),
-    "hydra, not coupled": Hydra(coupled=False),
-    "amphista, not coupled": Amphista(coupled=False),
-    "medusa, 16 rows": Medusa(rows=16),
-    "hydra, 16 rows": Hydra(rows=16),
-    "amphista, 16 rows": Amphista(rows=16),
+    # Heads as published guess alone.
+    "medusa": Medusa(lookup=0.0),
+    "hydra": Hydra(lookup=0.0),
+    "amphista": Amphista(lookup=0.0),
+    "medusa, measured tree": Medusa(lookup=0.0, tree="measured"),
+    "hydra, measured tree": Hydra(lookup=0.0, tree="measured"),
+    "amphista, measured tree": Amphista(lookup=0.0, tree="measured"),
+    "medusa, not coupled": Medusa(lookup=0.0, coupled=False),
+    "hydra, not coupled": Hydra(lookup=0.0, coupled=False),
+    "amphista, not coupled": Amphista(lookup=0.0, coupled=False),
+    "medusa, 16 rows": Medusa(lookup=0.0, rows=16),
+    "hydra, 16 rows": Hydra(lookup=0.0, rows=16),
+    "amphista, 16 rows": Amphista(lookup=0.0, rows=16),
+    "medusa with lookup": Medusa(),
+    "hydra with lookup": Hydra(),
+    "amphista with lookup": Amphista(),
+    "amphista with lookup, 16 rows": Amphista(rows=16),
 }
 HEADS = ("medusa", "hydra", "amphista")
 # On a CPU every row costs, so the clock runs small settings too.
@@ -393,6 +402,15 @@ def clock_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def show_heads(plot: Path | None) -> None:
+    """What the shipped heads' own files say about them."""
+    check_plot(plot)
+    accuracies = {name: read_config(SHIPPED / "smollm2-135m" / name)["accuracies"] for name in HEADS}
+    if plot:
+        save_accuracies(accuracies, plot)
+    print_accuracies(Console(), accuracies)
+
+
 def assemble(parts: list[Path], folder: Path) -> None:
     """Make a model folder from the pieces of the embedded model's GGUF file."""
     if (folder / "config.json").exists():
@@ -407,8 +425,9 @@ def assemble(parts: list[Path], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal", "steps", "replay", "clock"])
-    parser.add_argument("--out", required=True, help="JSON lines; finished work in it is not done again")
+    parser.add_argument("what", choices=["equal", "steps", "replay", "clock", "heads"])
+    parser.add_argument("--out", help="JSON lines; finished work in it is not done again")
+    parser.add_argument("--plot", type=Path, help="for heads: draw to this file (.png, .svg)")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
     parser.add_argument("--each", type=int, default=10, help="prompts of each task, for steps")
     parser.add_argument(
@@ -429,6 +448,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="threads of one worker")
     arguments = parser.parse_args()
+    if arguments.what == "heads":
+        show_heads(arguments.plot)
+        return
+    if arguments.out is None:
+        parser.error(f"{arguments.what} needs --out")
     torch.backends.cuda.matmul.allow_tf32 = False
     if arguments.gguf:
         assemble(arguments.gguf, Path(arguments.model))

@@ -5,12 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outpace import Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling, load
+from outpace import (
+    Amphista,
+    Autoregressive,
+    Decoder,
+    Hydra,
+    Jacobi,
+    Lookahead,
+    Medusa,
+    Method,
+    PromptLookup,
+    Sampling,
+    load,
+)
 from outpace.bench.prompts import PROMPTS
+from outpace.methods.headed import SHIPPED
 
 pytestmark = pytest.mark.embedded
 LISTED = [prompt for group in PROMPTS.values() for prompt in group]
 SMALL: list[Method] = [Jacobi(window=4), PromptLookup(rows=8), Lookahead(window=3, ngram=3, guesses=3)]
+HEADS: list[Method] = [Medusa(rows=8), Hydra(rows=8), Amphista(rows=8)]
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +59,29 @@ def test_prompts_cover_six_tasks() -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPTS["code"][0], PROMPTS["translation"][1]])
 def test_greedy(decoder: Decoder, prompt: str) -> None:
-    expected = check(decoder, prompt, [*SMALL, Lookahead()], Sampling(), 32)
+    expected = check(decoder, prompt, [*SMALL, *HEADS, Lookahead()], Sampling(), 32)
     assert expected == transformers_greedy(decoder, prompt, 32)
 
 
 def test_sampled(decoder: Decoder) -> None:
-    check(decoder, PROMPTS["summary"][1], SMALL, Sampling(temperature=0.8, top_p=0.95, seed=3), 32)
+    check(decoder, PROMPTS["summary"][1], [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=3), 32)
+
+
+def test_trained_heads_save_steps(decoder: Decoder) -> None:
+    """Those that are shipped: Amphista most, Medusa least."""
+    prompts = [PROMPTS["chat"][0], PROMPTS["math"][0]]
+    steps = [
+        sum(decoder.generate(prompt, method=decoder.prepare(method), max_new_tokens=48).steps for prompt in prompts)
+        for method in HEADS
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < 60
+
+
+def test_shipped_heads_are_small() -> None:
+    files = [file for file in SHIPPED.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 40e6
+    assert max(file.stat().st_size for file in files) < 16 * 2**20
 
 
 def test_an_answer_reads_well(decoder: Decoder) -> None:
@@ -67,7 +98,7 @@ def test_text_is_what_the_tokenizer_says(decoder: Decoder) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", LISTED)
 def test_every_prompt_greedy(decoder: Decoder, prompt: str) -> None:
-    expected = check(decoder, prompt, [Jacobi(), PromptLookup(), Lookahead()], Sampling(), 128)
+    expected = check(decoder, prompt, [Jacobi(), PromptLookup(), Lookahead(), *HEADS], Sampling(), 128)
     assert expected == transformers_greedy(decoder, prompt, 128)
 
 
@@ -75,4 +106,4 @@ def test_every_prompt_greedy(decoder: Decoder, prompt: str) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("prompt", LISTED)
 def test_every_prompt_sampled(decoder: Decoder, prompt: str, seed: int) -> None:
-    check(decoder, prompt, SMALL, Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)
+    check(decoder, prompt, [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)

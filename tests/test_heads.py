@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from outpace import Autoregressive, Decoder, InputError, ModelError, Sampling
-from outpace.draft import Tree, chain
+from outpace import Amphista, Autoregressive, Decoder, InputError, ModelError, Sampling
+from outpace.draft import Draft, chain
 from outpace.heads import KINDS, AmphistaSettings, Heads, MedusaSettings
 from outpace.heads.blocks import BlockShape
 from outpace.heads.storing import Stored, fingerprint, load, save
@@ -24,7 +24,7 @@ from outpace.methods import METHODS
 from outpace.methods.headed import Headed, grow, plant, worthwhile
 from outpace.models.hf import HFModel
 from outpace.models.whole import layer_sizes
-from outpace.picking import Foreseen, Picker
+from outpace.picking import Foreseen, Picker, likeliest
 from outpace.runtime.graphs import GraphEngine
 
 from .conftest import VOCABULARY, tiny
@@ -165,11 +165,10 @@ def fixed(accuracies: list[list[float]]) -> Any:
 @given(ACCURACIES, st.integers(2, 30))
 def test_a_grown_tree_is_the_planted_one(accuracies: list[list[float]], rows: int) -> None:
     accuracies = [sorted(head, reverse=True) for head in accuracies]
-    grown, planted = Tree(99), Tree(99)
-    grow(grown, fixed(accuracies), len(accuracies), rows, beam=100)
-    plant(planted, fixed(accuracies), best_tree(accuracies, rows - 1))
+    grown = grow(99, fixed(accuracies), len(accuracies), rows, beam=100)
+    planted = plant(99, fixed(accuracies), best_tree(accuracies, rows - 1))
 
-    def worth(tree: Tree) -> float:
+    def worth(tree: Draft) -> float:
         total, worths = 0.0, [1.0]
         for row in range(1, len(tree)):
             depth, rank = divmod(tree.tokens[row], 10)
@@ -179,6 +178,20 @@ def test_a_grown_tree_is_the_planted_one(accuracies: list[list[float]], rows: in
 
     assert len(grown) == len(planted)
     assert worth(grown) == pytest.approx(worth(planted))
+
+
+@pytest.mark.parametrize("tree", ["confidence", "measured"])
+def test_some_rows_go_to_repetition(tree: str, kept: Path) -> None:
+    """A text that has come by here before is guessed as far as it goes, within the rows there are."""
+    decoder = Decoder(tiny("Llama"))
+    prompt = [5, 9, 7, 3, 8, 2] * 3
+    for lookup in (0.0, 0.5):
+        method = decoder.prepare(Amphista(heads=kept, rows=11, tree=tree, lookup=lookup))
+        drafts = [step.draft for step in decoder.stream(prompt, method=method, max_new_tokens=12)]
+        found = {source for draft in drafts for source in draft.sources[1:]}
+        assert "head 1" in found
+        assert ("lookup" in found) == (lookup > 0)
+        assert max(map(len, drafts)) <= 11
 
 
 def test_a_tree_is_as_large_as_pays() -> None:
@@ -194,7 +207,7 @@ def test_foreseen_with_the_targets_own_logits_is_its_choice(seed: int) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=seed)):
         picker = Picker(sampling, 3)
         prefix = list(range(7))
-        found = picker.foresee(logits, [7, 8], 5)
+        found = picker.foresee(likeliest(logits, picker.candidates(5)), [7, 8], 5)
         assert found.tokens[0, 0] == picker.choose(logits[0], prefix)
         assert found.tokens[1, 0] == picker.choose(logits[1], [*prefix, 1])
         assert found.tokens.shape == found.chances.shape == (2, 5)

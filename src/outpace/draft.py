@@ -74,10 +74,12 @@ class Draft:
     def ancestors(self) -> Mask:
         """[rows, rows], True where the column is the row itself or one of its ancestors."""
         sees = np.eye(len(self.tokens), dtype=np.bool_)
-        for row, parent in enumerate(self.parents):
-            if parent >= 0:
-                sees[row, : parent + 1] = sees[parent, : parent + 1]
-        return sees
+        above = np.maximum(self.parents, 0)  # the parent, then the ancestor 2, 4, 8 … generations up; the root stays
+        while True:
+            sees |= sees[above]
+            if not above.any():
+                return sees
+            above = above[above]
 
 
 class Tree:
@@ -97,6 +99,24 @@ class Tree:
         self.parents = [-1]
         self.sources = [MODEL]
         self._child: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def of(cls, draft: Draft, other: Tree) -> Tree:
+        """A draft and a tree on the same root as one tree, the draft's rows first.
+
+        >>> first, second = Tree(7), Tree(7)
+        >>> first.insert([1, 2], "a"), second.insert([1, 3], "b")
+        ([1, 2], [1, 2])
+        >>> Tree.of(first.draft(), second).draft().parents
+        (-1, 0, 1, 1)
+        """
+        tree = cls(draft.tokens[0])
+        tree.tokens, tree.parents, tree.sources = list(draft.tokens), list(draft.parents), list(draft.sources)
+        tree._child = {key: row for row, key in enumerate(zip(draft.parents, draft.tokens, strict=True)) if row}
+        rows = [0]
+        for row in range(1, len(other)):
+            rows += tree.insert([other.tokens[row]], other.sources[row], below=rows[other.parents[row]])
+        return tree
 
     def __len__(self) -> int:
         return len(self.tokens)

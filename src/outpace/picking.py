@@ -127,25 +127,27 @@ class Picker:
             return self._draw(q, len(prefix), _GUESS), q
         return self._pick(logits, prefix), None
 
-    def foresee(self, logits: torch.Tensor, positions: Sequence[int], count: int, coupled: bool = True) -> Foreseen:
-        """What a drafter with these logits [lines, vocabulary] should expect the target to choose at `positions`.
+    def candidates(self, count: int) -> int:
+        """How many of its likeliest tokens a drafter must name, for `foresee` to find `count`."""
+        return count if self.greedy else max(_NOISED, count)
 
-        When sampling with keyed noise and `coupled`, the drafter ranks with the target's noise. Bias, penalties and
-        cuts are left out.
+    def foresee(self, likeliest: torch.Tensor, positions: Sequence[int], count: int, coupled: bool = True) -> Foreseen:
+        """What a drafter should expect the target to choose at `positions`: the best `count` of each line.
+
+        `likeliest` is what the function of that name found, for each position. When sampling with keyed noise and
+        `coupled`, the drafter ranks with the target's noise. Bias, penalties and cuts are left out.
         """
-        size = logits.shape[-1]
-        scores = logits.float()
-        if self.greedy:
-            chances, tokens = scores.log_softmax(-1).topk(min(count, size))
-        else:
-            chances, tokens = (scores / self.sampling.temperature).log_softmax(-1).topk(min(max(_NOISED, count), size))
-        if coupled and not self.greedy and self.sampling.rule == "keyed":
-            places = zip(positions, tokens, strict=True)
-            noise = [gumbel(self.sampling.seed, position, _TARGET, line) for position, line in places]
-            chances, order = (chances + torch.stack(noise)).log_softmax(-1).sort(-1, descending=True)
-            tokens = tokens.gather(-1, order)
-        found = torch.stack([tokens[:, :count].double(), chances[:, :count]]).cpu().numpy()  # one transfer
-        return Foreseen(found[0].astype(np.int64), found[1])
+        found = likeliest.cpu()  # one transfer
+        tokens, chances = found[0].long(), found[1]
+        if not self.greedy:
+            chances = chances / self.sampling.temperature
+            if coupled and self.sampling.rule == "keyed":
+                places = zip(positions, tokens, strict=True)
+                noise = [gumbel(self.sampling.seed, position, _TARGET, line) for position, line in places]
+                chances, order = (chances + torch.stack(noise)).sort(-1, descending=True)
+                tokens = tokens.gather(-1, order)
+            chances = chances.log_softmax(-1)
+        return Foreseen(tokens[:, :count].numpy(), chances[:, :count].numpy())
 
     def probabilities(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
         """The distribution [vocabulary] that a token after `prefix` is drawn from, unless greedy."""
@@ -242,6 +244,15 @@ class Picker:
             p = p / p.sum()
             refused.append(token)
         return self._draw(p, position, _TARGET)
+
+
+def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """[2, lines, count] the likeliest tokens by logits [lines, vocabulary], and the logarithms of their chances.
+
+    All stays on the device, and nothing depends on the text: a CUDA graph may be captured of it.
+    """
+    chances, tokens = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return torch.stack([tokens.double(), chances.double()])
 
 
 def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:

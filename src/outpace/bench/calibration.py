@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
+from statistics import median
 
 from ..decoder import Decoder
-from ..methods import METHODS, make
+from ..errors import OutpaceError
+from ..methods import METHODS, Autoregressive, Method, make
 from ..runtime.calibrate import measure
 from ..runtime.costs import CostCurve
 from .prompts import PROMPTS
 
 STEPS = 12
-ALONE = ("jacobi", "prompt-lookup", "lookahead")  # methods that need nothing but the model
 
 
 def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> CostCurve:
@@ -22,15 +24,20 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
     engine.costs = None  # so that every method drafts in full
     prompt = decoder.encode(next(iter(PROMPTS.values()))[0]) if decoder.tokenizer else [1, 2, 3, 1, 2]
     drafting = {}
-    for index, name in enumerate(ALONE):
-        if METHODS[name]().branches and not engine.model.branches:
-            continue
-        steps = []
-        for step in decoder.stream(prompt, method=make(name), max_new_tokens=8 * STEPS):
-            steps.append(step.seconds["draft"] + step.seconds["learn"])
-            if len(steps) == STEPS:
-                break
-        drafting[name] = sum(steps) / len(steps)
-        done(0.8 + 0.2 * (index + 1) / len(ALONE))
+    for index, name in enumerate(METHODS):
+        method = _ready(decoder, name)
+        if method is not None:
+            steps = islice(decoder.stream(prompt, method=method, max_new_tokens=8 * STEPS), STEPS)
+            drafting[name] = median(step.seconds["draft"] + step.seconds["learn"] for step in steps)
+        done(0.8 + 0.2 * (index + 1) / len(METHODS))
     engine.costs = replace(curve, drafting=drafting)
     return engine.costs
+
+
+def _ready(decoder: Decoder, name: str) -> Method | None:
+    """The method, if it has work of its own to measure, and works with this model and no files beside it."""
+    try:
+        method = decoder.prepare(make(name))
+    except OutpaceError:
+        return None
+    return None if isinstance(method, Autoregressive) else method

@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from ..draft import Draft, Scores, Tree, Verdict
+from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
 from ..errors import InputError, ModelError
 from ..heads import KINDS, Heads
 from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
-from ..models.adapter import Model
-from ..picking import Foreseen, Picker
+from ..models.adapter import FixedRows, Model
+from ..picking import Foreseen, Picker, likeliest
 from ..pool import Numbers
 from ..pool import Sequence as Text
 from ..runtime.plain import Engine
 from .base import Drafter, Method
+from .ngrams import History
 
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
+LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
 """Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
@@ -43,6 +44,8 @@ class Headed(Method):
 
     heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
     rows: how many rows a draft may have.
+    lookup: the share of them that may go to guesses that the text repeats itself, as prompt lookup has them; none with
+        a tree of your own.
     tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at every
         step, the one stored with the heads, likeliest by their measured accuracies; or paths of ranks, like
         [[0], [0, 0], [1]].
@@ -56,6 +59,7 @@ class Headed(Method):
 
     heads: Any = None
     rows: int = 64
+    lookup: float = 0.5
     tree: Any = "confidence"
     top: int = 10
     beam: int = 64
@@ -63,7 +67,7 @@ class Headed(Method):
     priced: bool = True
 
     def __post_init__(self) -> None:
-        self.check(rows=(1, 1024), top=(1, 256), beam=(1, 1024))
+        self.check(rows=(1, 1024), lookup=(0.0, 1.0), top=(1, 256), beam=(1, 1024))
         if self.tree not in ("confidence", "measured"):
             object.__setattr__(self, "tree", read_tree(self.name, self.tree))
 
@@ -122,12 +126,15 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.method = method
         self.heads, about = method.heads
-        shared = (engine.model.ends(), engine.pool, engine.model.layers)
-        self.follower = self.heads.follow(*shared)
-        self.fixed = partial(self.heads.fixed, *shared)
+        self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
+        self.follower = self.heads.follow(*self.shared)
         self.begun = False  # the follower reads the first rows
-        self.price = engine.costs.price if engine.costs and method.priced else None
+        self.price = engine.costs.price_with(method.name) if engine.costs and method.priced else None
         self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
+        self.lookup = int(method.lookup * (method.rows - 1)) if isinstance(method.tree, str) else 0
+        self.history = History(LONGEST)
+        if self.lookup:
+            self.history.extend(sequence.tokens)
         self.tree: list[Ranks] | None = None
         if not isinstance(method.tree, str):
             self.tree = list(method.tree)
@@ -136,6 +143,8 @@ class _Drafter(Drafter):
             if self.price:
                 worth = [_worth(path, about.accuracies) for path in self.tree]
                 self.tree = self.tree[: worthwhile(worth, self.price) - 1]
+        self.top = method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
+        self.named = picker.candidates(self.top)  # so many guesses of each head are brought from the device
 
     def score(self, draft: Draft) -> Scores:
         return self.engine.score(self.sequence, draft, self._see if self.heads.reads_text else None)
@@ -145,54 +154,65 @@ class _Drafter(Drafter):
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         self.new.append(scores.hidden[list(verdict.rows)])
+        if self.lookup:
+            self.history.extend(verdict.tokens)
+
+    def draft(self, room: int) -> Draft:
+        repeated = Tree(self.sequence.tokens[-1])
+        self.history.grow(repeated, 1 + self.lookup, min(REACH, room), "lookup", floor=FLOOR, price=self.price)
+        draft = self._guess(room, len(repeated) - 1)
+        return draft if len(repeated) == 1 else Tree.of(draft, repeated).draft()
 
     @torch.inference_mode()
-    def draft(self, room: int) -> Draft:
+    def _guess(self, room: int, taken: int) -> Draft:
+        """What the heads guess, with `taken` rows fewer than there may be."""
         text = self.sequence.tokens
-        tree = Tree(text[-1])
         depth = min(self.heads.count, room)
-        if self.new and depth:
-            hidden = torch.cat(self.new)
-            self.new = []
-            expect = self._expect(hidden, text[-len(hidden) :])
-            if self.tree is None:
-                grow(tree, expect, depth, self.method.rows, self.method.beam, self.price)
-            else:
-                plant(tree, expect, [path for path in self.tree if len(path) <= depth])
-        return tree.draft()
+        if not (self.new and depth):
+            return chain(text[-1], (), "")
+        hidden = self.new[0] if len(self.new) == 1 else torch.cat(self.new)
+        self.new = []
+        expect = self._expect(hidden, text[-len(hidden) :])
+        rows, price = self.method.rows - taken, self.price
+        if self.tree is None:
+            shifted = (lambda count: price(count + taken)) if price else None
+            return grow(text[-1], expect, depth, rows, self.method.beam, shifted)
+        tree = self.tree[: rows - 1] if self.method.tree == "measured" else self.tree
+        return plant(text[-1], expect, [path for path in tree if len(path) <= depth])
 
     def _expect(self, hidden: torch.Tensor, tokens: list[int]) -> Expect:
         """Let the heads read new rows, and say what they expect."""
-        top = self.method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
         first = len(self.sequence.tokens)
-        foresee, coupled = self.picker.foresee, self.method.coupled
-        logits = None
+        found = None
         if self.begun and not self.heads.sequential:
-            logits = self.engine.guess_with(self.fixed, self.heads, self.sequence, tokens, hidden)
+            found = self.engine.guess_with(self._ahead, (self.heads, self.named), self.sequence, tokens, hidden)
         self.begun = True
-        if logits is None:
+        if found is None:
             self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
         if self.heads.sequential:
 
             def expect(place: int, paths: Numbers) -> Foreseen:
                 guesses = self.follower.guess(torch.from_numpy(paths).to(hidden.device))
-                return foresee(guesses, [first + place] * len(paths), top, coupled)
+                return self._foresee(likeliest(guesses, self.named), [first + place] * len(paths))
 
             return expect
-        positions = range(first, first + self.heads.count)
-        together = foresee(self.follower.guesses() if logits is None else logits, positions, top, coupled)
+        if found is None:
+            found = likeliest(self.follower.guesses(), self.named)
+        together = self._foresee(found, range(first, first + self.heads.count))
         return lambda place, _: Foreseen(together.tokens[[place]], together.chances[[place]])
+
+    def _ahead(self, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
+        """What the heads expect after rows in fixed places."""
+        return likeliest(self.heads.fixed(*self.shared, rows, hidden), self.named)
+
+    def _foresee(self, found: torch.Tensor, positions: Sequence[int]) -> Foreseen:
+        return self.picker.foresee(found, positions, self.top, self.method.coupled)
 
 
 def grow(
-    tree: Tree,
-    expect: Expect,
-    depth: int,
-    rows: int,
-    beam: int,
-    price: Callable[[int], float] | None = None,
-) -> None:
-    """Add the likeliest guesses under the root, `rows` rows with the root at most; with `price`, as many as pay.
+    root: int, expect: Expect, depth: int, rows: int, beam: int, price: Callable[[int], float] | None = None
+) -> Draft:
+    """The likeliest guesses under the root, `rows` rows with the root at most; with `price`, as many as pay.
 
     From each depth the `beam` likeliest paths go on to the next.
     """
@@ -204,7 +224,7 @@ def grow(
         worths = worth[:, None] + found.chances
         best = np.argsort(-worths, axis=None, kind="stable")[:beam]
         path, rank = np.divmod(best, worths.shape[1])
-        token = np.broadcast_to(found.tokens, worths.shape)[path, rank]
+        token = found.tokens[path if len(found.tokens) > 1 else 0, rank]
         worth, paths = worths[path, rank], np.concatenate([paths[path], token[:, None]], 1)
         levels.append((worth, first + path, token, np.full(len(best), place + 1)))
         first, count = count, count + len(best)
@@ -213,14 +233,19 @@ def grow(
     order = np.argsort(-worths, kind="stable")[: rows - 1]
     if price:
         order = order[: worthwhile(np.exp(worths[order]).tolist(), price) - 1]
-    placed = {0: 0}
-    chosen = np.stack([1 + order, parents[order], tokens[order], depths[order]])
-    for node, parent, guess, at in zip(*chosen.tolist(), strict=True):
-        (placed[node],) = tree.insert([guess], f"head {at}", below=placed[parent])
+    row = np.zeros(count, dtype=np.int64)  # of each node
+    row[1 + order] = np.arange(1, 1 + len(order))
+    return Draft(
+        tokens=(root, *tokens[order].tolist()),
+        parents=(-1, *row[parents[order]].tolist()),
+        candidates=1 + len(order),
+        sources=(MODEL, *(f"head {at}" for at in depths[order].tolist())),
+    )
 
 
-def plant(tree: Tree, expect: Expect, nodes: Sequence[Ranks]) -> None:
-    """Add guesses by their paths of ranks."""
+def plant(root: int, expect: Expect, nodes: Sequence[Ranks]) -> Draft:
+    """Guesses by their paths of ranks."""
+    tree = Tree(root)
     placed: dict[Ranks, tuple[int, tuple[int, ...]]] = {(): (0, ())}  # ranks -> row, tokens
     for depth in range(1, max(map(len, nodes), default=0) + 1):
         level = [path for path in nodes if len(path) == depth]
@@ -232,6 +257,7 @@ def plant(tree: Tree, expect: Expect, nodes: Sequence[Ranks]) -> None:
             row, tokens = placed[path[:-1]]
             (new,) = tree.insert([token], f"head {depth}", below=row)
             placed[path] = new, (*tokens, token)
+    return tree.draft()
 
 
 def worthwhile(chances: Sequence[float], price: Callable[[int], float]) -> int:

@@ -137,7 +137,6 @@ def _launch(
         "GROUPS": groups,
         "GROUP": group,
         "UNITS": cdiv(groups, group),
-        "SPLIT": shape.split,
         "BLOCK": BLOCK,
         "WINDOW": lists.window,
         "SOFTCAP": softcap,
@@ -147,7 +146,7 @@ def _launch(
     factor = scaling * LOG2_E  # scores in powers of two
     kernels.part[(cdiv(rows, shape.tile // group), units, splits)](
         *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, lists.tree),
-        *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, factor),
+        *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, shape.split, factor),
         TILE=shape.tile,
         EXACT=lists.exact,
         **common,
@@ -156,17 +155,16 @@ def _launch(
     if lists.exact:
         kernels.finish[(rows, units)](
             *(query, keys, values, lists.text, lists.length, lists.positions, lists.tree, lists.tree.stride(0)),
-            *(sums, peaks, mixed, *strides, rows, heads, splits, factor),
+            *(sums, peaks, mixed, *strides, rows, heads, splits, shape.split, factor),
             TILE=shape.tile,  # as in `part`: another tile adds up in another order
             **common,
             num_warps=shape.warps,
         )
     else:
         kernels.merge[(rows, heads)](
-            *(lists.length, sums, peaks, mixed, rows, heads, splits, text_splits),
+            *(lists.length, sums, peaks, mixed, rows, heads, splits, text_splits, shape.split),
             SIZE=size,
             PADDED=padded,
-            SPLIT=shape.split,
             CHUNK=CHUNK,
             num_warps=4,
         )

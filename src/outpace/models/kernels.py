@@ -8,6 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Numbers that differ from step to step: without this a kernel is compiled anew where one is 1 or divisible by 16.
+VARYING = ["rows", "splits", "text_splits", "walk"]
+
 
 @triton.jit
 def _scores(query, key, factor, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
@@ -43,27 +46,27 @@ def _both(peak, weight, total, other_peak, other_weight, other_total):
     return higher, weight * mine + other_weight * other, total * mine[:, None] + other_total * other[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def part(
     query, keys, values, text, length, positions, slots, tree, tree_row, sums, peaks,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
-    rows, heads, splits, text_splits, factor,
+    rows, heads, splits, text_splits, walk, factor,
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    UNITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over one split: of the text, or (from `text_splits` on) of the rows themselves."""
+    """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows."""
     unit, split = tl.program_id(1), tl.program_id(2)
     past = tl.load(length)
     among = split >= text_splits
     if among:
-        start = ((split - text_splits) * SPLIT).to(tl.int64)
-        stop = tl.minimum(rows, start + SPLIT)
+        start = ((split - text_splits) * walk).to(tl.int64)
+        stop = tl.minimum(rows, start + walk)
     else:
-        start = (split * SPLIT).to(tl.int64)
+        start = (split * walk).to(tl.int64)
         if EXACT:
             past = past // BLOCK * BLOCK
-        stop = tl.minimum(past, start + SPLIT)
+        stop = tl.minimum(past, start + walk)
     if start >= stop:
         return
     place = tl.arange(0, TILE)
@@ -118,14 +121,14 @@ def part(
     tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=real[:, None] & (part < SIZE)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge(
-    length, sums, peaks, mixed, rows, heads, splits, text_splits,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    length, sums, peaks, mixed, rows, heads, splits, text_splits, walk,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row and head: all its splits as one softmax."""
     row, head = tl.program_id(0), tl.program_id(1)
-    used = (tl.load(length) + SPLIT - 1) // SPLIT
+    used = (tl.load(length) + walk - 1) // walk
     part = tl.arange(0, PADDED)
     peak = float("-inf")
     weight = 0.0
@@ -149,13 +152,13 @@ def merge(
     tl.store(mixed + (row * heads + head) * SIZE + part, total / weight, mask=part < SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def finish(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
-    rows, heads, splits, factor,
+    rows, heads, splits, walk, factor,
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    UNITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Exact: one row, the splits before it, then the blocks from the text's last border to the row itself."""
@@ -170,7 +173,7 @@ def finish(
     at = tl.load(positions + row)
     past = tl.load(length)
     border = past // BLOCK * BLOCK
-    last = border // SPLIT  # the split that the border is in
+    last = border // walk  # the split that the border is in
     peak = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, PADDED], tl.float32)
@@ -182,7 +185,7 @@ def finish(
         peak, weight, total = _both(peak, weight, total, split_peak, split_weight, split_total)
     # The open split: what `part` left of it, then block by block.
     stored = (last * rows + row) * heads + head
-    begun = real & (last * SPLIT < border)
+    begun = real & (last * walk < border)
     open_peak = tl.load(peaks + stored, mask=begun, other=float("-inf"))
     open_weight = tl.load(peaks + splits * rows * heads + stored, mask=begun, other=0.0)
     open_total = tl.load(
@@ -191,7 +194,7 @@ def finish(
     key_base = keys + unit // UNITS * key_head
     value_base = values + unit // UNITS * value_head
     for block in range(border, at + 1, BLOCK):
-        if (block % SPLIT == 0) & (block > border):
+        if (block % walk == 0) & (block > border):
             peak, weight, total = _both(peak, weight, total, open_peak, open_weight, open_total)
             open_peak = tl.full([TILE], float("-inf"), tl.float32)
             open_weight = tl.zeros([TILE], tl.float32)

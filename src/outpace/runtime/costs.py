@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -42,6 +42,11 @@ class CostCurve:
     def price(self, rows: int) -> float:
         """The cost of a step of so many rows, in steps of one row."""
         return self._prices[rows - 1] if rows <= len(self._prices) else self.step(rows) / self.step(1)
+
+    def price_with(self, method: str) -> Callable[[int], float]:
+        """`price` and the method's own work, where it was measured."""
+        own = self.drafting.get(method, 0.0) / self.step(1)
+        return lambda rows: self.price(rows) + own
 
     def save(self, folder: Path) -> Path:
         """Keep the curve where `load` finds it, whole or not at all."""

@@ -179,7 +179,7 @@ class GraphEngine(Engine):
         step.hidden[:count] = hidden
         chain_bits = np.packbits(np.tri(count, 64, dtype=np.bool_), axis=1, bitorder="little").view(np.int64)
         step.launch(np.array([tokens, range(past, past + count), sequence.slots[past:]]), chain_bits, past)
-        return step.logits
+        return step.found
 
     def _head_step(self, function: HeadFunction, owner: Hashable, past: int) -> _HeadStep | None:
         key = (owner, _span(past))
@@ -387,14 +387,14 @@ class _Graph(_FixedStep):
 class _HeadStep(_FixedStep):
     """One step of heads that draft."""
 
-    logits: torch.Tensor
+    found: torch.Tensor
 
     def __init__(self, function: HeadFunction, model: Model, pool: Pool, text: torch.Tensor, span: int) -> None:
         super().__init__(model, pool, text, HEAD_ROWS, span, exact=False)
         self.function = function
 
     def _step(self) -> None:
-        self.logits = self.function(self.rows, self.hidden)
+        self.found = self.function(self.rows, self.hidden)
 
 
 def _span(length: int) -> int:

@@ -17,7 +17,7 @@ See: TypeAlias = "Callable[[torch.Tensor], None]"
 """Shown hidden states [rows, width]; they are good until it returns."""
 
 HeadFunction: TypeAlias = "Callable[[FixedRows, torch.Tensor], torch.Tensor]"
-"""Of accepted rows, with the token after each, and their hidden states: the logits of heads."""
+"""Of accepted rows, with the token after each, and their hidden states: what heads expect."""
 
 
 class Engine:
@@ -61,7 +61,8 @@ class Engine:
         """Run heads on the sequence's newest rows, in places that stay the same from step to step.
 
         `tokens` are those after each row, `hidden` [rows, width] the target's states. None where the runtime has
-        nothing quicker than ordinary calls. The logits are good until the next call.
+        nothing quicker than ordinary calls. `owner` names the function: one of the same owner does the same. The
+        result is good until the next call.
         """
         return None
 
