@@ -153,6 +153,11 @@ def test_fixed_rows_climb_the_same_stairs(name: str, exact_rows: int) -> None:
     assert steps[0] == steps[1]
     assert max(len(drafted) for _, drafted, _ in steps[0]) > 2
     assert fixed.engine.pool.held == 0
+    counts = []
+    for _ in range(2):  # a second text finds its graphs ready
+        fixed.generate([5, 9, 5, 9, 7], method=fixed.prepare(SelfSpeculative()), max_new_tokens=9)
+        counts.append(len(fixed.engine._graphs))  # type: ignore[attr-defined]
+    assert counts[0] == counts[1]
 
 
 def test_texts_take_turns_on_one_engine() -> None:

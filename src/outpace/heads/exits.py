@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from .base import Example, Heads, HeadSettings
 from .blocks import BlockShape
 
 NORMS = ("first", "last")
-OUTPUTS = ("trained", "full", "original")
+ORIGINAL = "original"
+OUTPUTS = ("trained", "full", ORIGINAL)
 # Borders between bins of confidence. Most guesses are made with a confidence near 1, and there small steps matter.
 BORDERS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 BINS = len(BORDERS) + 1
@@ -70,7 +71,7 @@ class ExitSettings(HeadSettings):
     def for_model(self, layers: int, vocabulary: int) -> ExitSettings:
         found = self.layers or spread(self.count, layers)
         check_layers(found, layers)
-        if self.output == "original":
+        if self.output == ORIGINAL:
             raise InputError("output='original' has nothing to train: it works without files, as heads='original'.")
         return replace(self, layers=found, vocabulary=vocabulary)
 
@@ -130,6 +131,10 @@ class ExitHeads(Heads):
         """An exit stands after so many layers."""
         found: tuple[int, ...] = self.settings.layers
         return found
+
+    def owner(self, layer: int) -> Hashable:
+        """What tells the exit after a layer from all others. Without anything trained, they are all the same there."""
+        return (ORIGINAL if self.settings.output == ORIGINAL else self, layer)
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -214,4 +219,4 @@ class ExitHeads(Heads):
 def original_exits(layers: tuple[int, ...], width: int) -> ExitHeads:
     """Exits without anything trained."""
     shape = BlockShape(width, heads=1, key_heads=1, head_size=width, inner=width)
-    return ExitHeads(ExitSettings(layers=layers, output="original"), shape)
+    return ExitHeads(ExitSettings(layers=layers, output=ORIGINAL), shape)

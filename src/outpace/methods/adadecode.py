@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,12 +15,12 @@ import torch
 from ..draft import MODEL, Draft, Scores, Verdict, chain, find_best
 from ..errors import InputError, InvalidLogits, ModelError, OutpaceWarning, UnsupportedModel
 from ..heads import ExitHeads
-from ..heads.exits import BINS, check_layers, original_exits, read_layers, spread
+from ..heads.exits import BINS, ORIGINAL, check_layers, original_exits, read_layers, spread
 from ..heads.storing import Stored, is_for, load
-from ..models.adapter import Model
+from ..models.adapter import Ends, Model, Output
 from ..picking import Picker
 from ..pool import Pool, Sequence
-from ..runtime.plain import Engine
+from ..runtime.plain import Engine, Question
 from .base import Drafter, Method
 from .headed import SHIPPED, Ready
 from .leaving import Calibrated, Control, Counts, Fixed, costs_of, predict
@@ -27,7 +28,6 @@ from .staircase import Staircase
 
 CONTROLS = ("calibrated", "fixed")
 WORTHWHILE = 1.05  # the least predicted speed at which exits are used
-ORIGINAL = "original"
 _checked: WeakKeyDictionary[Model, set[tuple[int, ...]]] = WeakKeyDictionary()  # cuts that passed the check
 
 
@@ -202,9 +202,11 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.heads = heads
         self.exits = exits
-        self.places = [heads.layers.index(layer) for layer in exits]
+        ends = engine.model.ends()
+        self.questions = [
+            Question(heads.owner(layer), partial(_ask, heads, heads.layers.index(layer), ends)) for layer in exits
+        ]
         self.control = control
-        self.ends = engine.model.ends()
         # A user's processors may count their calls or refuse what lies beyond the end: guesses do without them.
         self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
         self.stairs: Staircase | None = None
@@ -239,8 +241,7 @@ class _Drafter(Drafter):
         prefix = [*self.sequence.tokens, *stairs.tokens[1:]]
         exit_ = control.next(-1)
         while exit_ is not None:
-            stairs.climb(self.exits[exit_])
-            guess = self._ask(exit_, stairs.last)
+            guess = self._read(exit_, stairs.climb(self.exits[exit_], self.questions[exit_]))
             try:
                 if control.leaves(exit_, guess.confidence):
                     token, proposal = self._choose(guess, prefix)
@@ -254,13 +255,12 @@ class _Drafter(Drafter):
             exit_ = control.next(exit_)
         return None
 
-    @torch.inference_mode()
-    def _ask(self, exit_: int, hidden: torch.Tensor) -> Guess:
-        logits = self.heads.probe(self.places[exit_], hidden, self.ends)
-        normal = logits.logsumexp(-1, keepdim=True).double()
-        found = torch.cat([find_best(logits), normal]).cpu()  # one transfer
+    def _read(self, exit_: int, output: Output) -> Guess:
+        """What an exit has answered."""
+        assert output.answer is not None
+        logits, found = output.answer[:, :-3], output.answer[:, -3:].T.double().cpu()  # one transfer
         confidence = math.exp(min(0.0, float(found[1, 0] - found[2, 0])))
-        return Guess(exit_, confidence, Scores(logits, hidden, found[:2]))
+        return Guess(exit_, confidence, Scores(logits, output.hidden, found[:2]))
 
     def _choose(self, guess: Guess, prefix: list[int]) -> tuple[int, torch.Tensor | None]:
         if self.guesser.greedy:
@@ -279,6 +279,12 @@ class _Drafter(Drafter):
             if row < len(verdict.tokens):  # what follows a wrong guess says nothing
                 self.control.learn(exit_, confidence, token == verdict.tokens[row])
         self.control.end(len(verdict.tokens))
+
+
+def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torch.Tensor:
+    """[1, vocabulary + 3] an exit's logits for one row, its best token, the logit of that, the logarithm of all."""
+    logits = heads.probe(place, hidden, ends).float()
+    return torch.cat([logits, find_best(logits).T.float(), logits.logsumexp(-1, keepdim=True)], -1)
 
 
 class _Believer(_Drafter):

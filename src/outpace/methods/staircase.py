@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from ..draft import Scores
+from ..models.adapter import Output
 from ..pool import Sequence
-from ..runtime.plain import Engine
+from ..runtime.plain import Engine, Question
 
 
 class Climb(NamedTuple):
@@ -72,33 +73,32 @@ class Staircase:
         model = engine.model
         self._hidden = torch.zeros(most, model.width, dtype=model.dtype, device=model.device)  # where rows are left
 
-    @property
-    def last(self) -> torch.Tensor:
-        """[1, width] the hidden state of the last row."""
-        return self._hidden[len(self.tokens) - 1 : len(self.tokens)]
-
     def push(self, token: int) -> None:
         """Add a row at the bottom, behind the last."""
         self.tokens.append(token)
         self.heights.push()
         self.engine.pool.extend(self.sequence)
 
-    def climb(self, to: int) -> torch.Tensor | None:
-        """Bring the last row to layer `to`, and with it those that wait on the way. At the top: the logits of all."""
-        logits = None
+    def climb(self, to: int, question: Question | None = None) -> Output:
+        """Bring the last row to layer `to`, where it is not yet, and with it those that wait on the way.
+
+        The output is that of the last climb. A question is put to the last row once it is there.
+        """
+        assert self.heights.rows[-1] < to
         for first, start, stop in self.heights.climb(to):
             rows = self.engine.pool.chain_from(self.sequence, self.tokens, first)
             there = self._hidden[first : len(self.tokens)]
             asked = len(rows) if stop == self.top else 0
-            output = self.engine.climb(self.sequence, rows, asked, start, stop, there if start else None)
+            hidden = there if start else None
+            output = self.engine.climb(
+                self.sequence, rows, asked, start, stop, hidden, question if stop == to else None
+            )
             there.copy_(output.hidden)
-            logits = output.logits if stop == self.top else None
-        return logits
+        return output
 
     def finish(self) -> Scores:
         """Bring every row to the top."""
-        logits = self.climb(self.top)
-        assert logits is not None
-        assert len(logits) == len(self.tokens)
+        output = self.climb(self.top)
+        assert len(output.logits) == len(self.tokens)
         assert self.heights.rows == [self.top] * len(self.tokens)
-        return Scores(logits, self._hidden[: len(self.tokens)])
+        return Scores(output.logits, self._hidden[: len(self.tokens)], output.found)
