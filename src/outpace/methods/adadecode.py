@@ -298,6 +298,10 @@ class _Believer(_Drafter):
             logits[row, token] = 0.0
         return Scores(logits, scores.hidden)
 
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        self.asked = []  # nothing was verified, so there is nothing to learn from
+        super().learn(draft, scores, verdict)
+
 
 def _counts(heads: ExitHeads, about: Stored, exits: tuple[int, ...]) -> Counts:
     """The stored calibration of the exits that are used; nothing counted where there is none."""

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TypeAlias
 
 from ..heads.exits import BINS, BORDERS, bin_of
@@ -93,7 +94,7 @@ def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
         extra = min(extra, 0.9 * min(seconds))
         layer = sum(spent - extra for spent in seconds[:-1]) / sum(sizes[:-1])
         launch, head = extra / layer, max(0.0, (seconds[-1] - extra) / layer - sizes[-1])
-        prices = tuple(curve.price(rows) for rows in range(1, LONGEST + 2))
+        prices = tuple(accumulate((curve.price(rows) for rows in range(1, LONGEST + 2)), max))  # no row has a bonus
     if prices is None:
         slope = CPU_ROW if model.device.type == "cpu" else 0.0
         prices = tuple(1 + slope * rows for rows in range(LONGEST + 1))
@@ -113,7 +114,7 @@ class Calibrated(Control):
         self.right: list[list[float]] = []  # [exit][bin] and those of them that were right
         for line in counts:
             every = sum(asked for asked, _ in line)
-            self.seen.append([1.0 + asked * min(1.0, SEEN / max(every, 1)) for asked, _ in line])
+            self.seen.append([0.1 + asked * min(1.0, SEEN / max(every, 1)) for asked, _ in line])
             weights = [min(1.0, BELIEF / max(asked, 1)) for asked, _ in line]
             self.asked.append([DOUBT + asked * weight for (asked, _), weight in zip(line, weights, strict=True)])
             rights = zip(line, weights, _CENTRES, strict=True)
@@ -192,11 +193,11 @@ def predict(counts: Counts, costs: Costs) -> float:
             ease, luck = rng.random(), rng.random()
             left = False
             exit_ = control.next(-1)
-            while exit_ is not None and not left:
+            while exit_ is not None:
                 place = next((place for place, border in enumerate(borders[exit_]) if ease < border), BINS - 1)
                 left = control.leaves(exit_, _CENTRES[place])
                 valid = valid and (not left or luck < chances[exit_][place])
-                exit_ = control.next(exit_)
+                exit_ = None if left else control.next(exit_)
             if not left:
                 break
             tokens += valid
