@@ -424,6 +424,36 @@ def test_trained_heads_draft(folder: Path, heads: Path, kind: str) -> None:
     assert not (heads / "checkpoint.pt").exists()
 
 
+def test_trained_exits_draft(folder: Path, heads: Path) -> None:
+    result = train(folder, heads, "--set", "exits.layers=1", "--set", "exits.frequent=200", kinds=("exits",))
+    assert result.exit_code == 0, result.stderr
+    plain = generate(folder, "--method", "autoregressive", "--json", "--max-new-tokens", 20)
+    ours = (
+        "--method",
+        "adadecode",
+        "--set",
+        f"heads={heads / 'exits'}",
+        "--set",
+        "control=fixed",
+        "--set",
+        "gamma=0.1",
+    )
+    found = generate(folder, *ours, "--json", "--max-new-tokens", 20)
+    assert json.loads(found.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    assert len(json.loads((heads / "exits" / "config.json").read_text())["calibration"]) == 1
+    assert_refused(generate(folder, *ours, "--set", "gamma=2"), "gamma=2.0 is out of range")
+    assert_refused(train(folder, heads, "--set", "exits.layers=2", kinds=("exits",)), "an exit after layer 2")
+
+
+def test_a_picture_of_the_stairs(folder: Path, tmp_path: Path) -> None:
+    options = ("--method", "self-speculative", "--max-new-tokens", 8)
+    assert generate(folder, *options, "--picture", tmp_path / "stairs.svg").exit_code == 0
+    assert (tmp_path / "stairs.svg").read_text().startswith("<svg")
+    assert_refused(generate(folder, *options, "--picture", tmp_path / "stairs.png"), "must end in .svg")
+    assert_refused(generate(folder, "--picture", "a.svg"), "lookahead climbs no stairs")
+    assert_refused(generate(folder, *options, "--picture", tmp_path / "no" / "a.svg"), "could not be written")
+
+
 def test_a_second_training_uses_the_answers_again(folder: Path, heads: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in (heads / "answers").rglob("*.safetensors")}
     result = train(folder, heads, "--json", kinds=("hydra",))

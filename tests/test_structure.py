@@ -26,7 +26,7 @@ LEVELS = [
     ["hook", "decoder"],
     ["bench", "race", "training"],
     ["board"],
-    ["chart"],
+    ["chart", "picture"],
     ["serve", "cli"],
 ]
 # `Method.__call__` is the door that transformers' generate comes in by: it opens when called, not when imported.

@@ -18,7 +18,20 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedModel,
     )
-    from .methods import Amphista, Autoregressive, DraftModel, Hydra, Jacobi, Lookahead, Medusa, Method, PromptLookup
+    from .methods import (
+        AdaDecode,
+        Amphista,
+        Autoregressive,
+        DraftModel,
+        Hydra,
+        Jacobi,
+        Lookahead,
+        Medusa,
+        Method,
+        PromptLookup,
+        SelfSpeculative,
+        UnverifiedAdaDecode,
+    )
     from .picking import Sampling
     from .runtime.costs import CostCurve
 
@@ -39,6 +52,7 @@ _HOMES = {
         "UnsupportedModel",
     ),
     "methods": (
+        "AdaDecode",
         "Amphista",
         "Autoregressive",
         "DraftModel",
@@ -48,12 +62,15 @@ _HOMES = {
         "Medusa",
         "Method",
         "PromptLookup",
+        "SelfSpeculative",
+        "UnverifiedAdaDecode",
     ),
     "picking": ("Sampling",),
     "runtime.costs": ("CostCurve",),
 }
 
 __all__ = [
+    "AdaDecode",
     "Amphista",
     "Autoregressive",
     "CostCurve",
@@ -75,10 +92,12 @@ __all__ = [
     "Result",
     "Sampling",
     "Scores",
+    "SelfSpeculative",
     "Step",
     "Tree",
     "UnknownNameError",
     "UnsupportedModel",
+    "UnverifiedAdaDecode",
     "Verdict",
     "load",
 ]

@@ -19,6 +19,7 @@ from .errors import InputError, OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
     from .decoder import Decoder
+    from .draft import Step
     from .methods import Method
     from .race import Race
 
@@ -118,10 +119,14 @@ def generate(
     runtime: Runtime = "auto",
     exact: Exact = False,
     raw: Raw = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write an answer to PROMPT."""
     from .picking import Sampling
+    from .picture import check_picture, save_staircase
 
     sampling = Sampling(
         temperature=temperature,
@@ -135,14 +140,14 @@ def generate(
         rule=rule,  # type: ignore[arg-type] # checked by Sampling
     )
     name, given = _entry(method, dict(map(_split, settings)), device)
+    check_picture(picture, name)
     text = _read(prompt)
     decoder = _load(model, dtype, device, runtime, exact)
     decoder.method = decoder.prepare(name, **given)
-    options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop, "raw": raw}
-    if as_json:
-        typer.echo(json.dumps(decoder.generate(text, **options).to_json()))
-    else:
-        _stream(decoder, text, options)
+    options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
+    steps = _stream(decoder, decoder.encode(text, raw), options, as_json)
+    if picture is not None:
+        save_staircase(picture, steps, decoder.model.layers, lambda token: decoder.tokenizer.decode([token]))
 
 
 @app.command()
@@ -225,7 +230,9 @@ def calibrate(
 
 @app.command()
 def train(
-    kinds: Annotated[list[str], typer.Argument(help="medusa, hydra, amphista: one or several, trained together.")],
+    kinds: Annotated[
+        list[str], typer.Argument(help="medusa, hydra, amphista, exits: one or several, trained together.")
+    ],
     prompts: Annotated[Path, typer.Option(help="JSON lines with prompts; the model's own answers are trained on.")],
     out: Annotated[Path, typer.Option(help="Where the heads go, a folder each, and the answers.")],
     model: Model = "smollm2-135m",
@@ -393,11 +400,11 @@ def _convert(method: str, name: str, value: str, kind: object) -> object:
 
 def _head_settings(kind: str, settings: dict[str, str]) -> dict[str, object]:
     """Settings of heads, read by the types of their fields."""
-    from .heads import KINDS
+    from .heads import TRAINABLE
 
-    if kind not in KINDS:
-        raise UnknownNameError("kind of heads", kind, KINDS)
-    types = get_type_hints(KINDS[kind].settings_type)
+    if kind not in TRAINABLE:
+        raise UnknownNameError("kind of heads", kind, TRAINABLE)
+    types = get_type_hints(TRAINABLE[kind].settings_type)
     return {name: _convert(kind, name, value, types.get(name)) for name, value in settings.items()}
 
 
@@ -446,15 +453,22 @@ def _load_both(model: str, dtype: str | None, device: str | None) -> tuple[Decod
     return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime="plain"), loaded.model
 
 
-def _stream(decoder: Decoder, prompt: str, options: dict[str, Any]) -> None:
+def _stream(decoder: Decoder, tokens: list[int], options: dict[str, Any], as_json: bool) -> list[Step]:
+    """Write and print: the text as it comes, or at the end one JSON object."""
     from .board import numbers
 
-    tokens = decoder.encode(prompt, options.pop("raw"))
     result = decoder.begin(tokens)
+    steps = []
     for step in result.follow(decoder.stream(tokens, **options)):
-        typer.echo(step.text, nl=False)
-    typer.echo()
-    typer.echo(f"{result.method}: {numbers(result)}", err=True)
+        steps.append(step)
+        if not as_json:
+            typer.echo(step.text, nl=False)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+    else:
+        typer.echo()
+        typer.echo(f"{result.method}: {numbers(result)}", err=True)
+    return steps
 
 
 def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome: Race) -> dict[str, object]:

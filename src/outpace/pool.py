@@ -174,16 +174,31 @@ class Pool:
             among = np.pad(among, ((len(behind), 0), (len(behind), 0)), constant_values=True)
             among[: len(behind)] = np.tri(len(behind), len(positions), dtype=np.bool_)
         sequence.drafted = self.allocate(len(positions))
-        return self._rows(sequence, [*behind, *draft.tokens], positions, sequence.drafted, among)
+        return self._rows(sequence.slots, [*behind, *draft.tokens], positions, sequence.drafted, among)
 
     def place_text(self, sequence: Sequence, count: int) -> Rows:
         """Give slots to the next `count` tokens that are not computed yet. They need no verdict."""
         start, stop = len(sequence.slots), len(sequence.slots) + count
         slots = self.allocate(count)
         among = np.tri(count, dtype=np.bool_)
-        rows = self._rows(sequence, sequence.tokens[start:stop], range(start, stop), slots, among)
+        rows = self._rows(sequence.slots, sequence.tokens[start:stop], range(start, stop), slots, among)
         sequence.slots.extend(slots)
         return rows
+
+    def extend(self, sequence: Sequence) -> None:
+        """Give a slot to one more row of a drafted chain."""
+        sequence.drafted += self.allocate(1)
+
+    def chain_from(self, sequence: Sequence, tokens: Items[int], first: int) -> Rows:
+        """The rows of a drafted chain from `first` on. To them, those before are text.
+
+        `tokens` are the whole chain's. All of the sequence's text but its last token, which is row 0, is computed.
+        """
+        start = len(sequence.slots)
+        text = [*sequence.slots, *sequence.drafted[:first]]
+        positions = range(start + first, start + len(tokens))
+        among = np.tri(len(positions), dtype=np.bool_)
+        return self._rows(text, tokens[first:], positions, sequence.drafted[first:], among)
 
     def keep(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
         """Make the accepted path part of the sequence, and free the other rows' slots."""
@@ -193,6 +208,7 @@ class Pool:
         rejected = set(sequence.drafted).difference(accepted)
         sequence.slots.extend(accepted)
         sequence.drafted = []
+        sequence.stable = min(sequence.stable, len(sequence.slots))  # a runtime may have seen the chain as text
         sequence.tokens.extend(verdict.tokens)
         self.free(sorted(rejected))
 
@@ -238,13 +254,11 @@ class Pool:
         self._taken.extend(bytes(capacity - self.capacity))
         self.capacity = capacity
 
-    def _rows(
-        self, sequence: Sequence, tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask
-    ) -> Rows:
-        """Rows that see all of the sequence's computed tokens, and `among` themselves what it says."""
+    def _rows(self, text: list[int], tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask) -> Rows:
+        """Rows that see all slots of `text`, and `among` themselves what it says."""
         numbers = np.array([tokens, positions, slots])
         self._positions[numbers[2]] = numbers[1]
-        return Rows(numbers, list(sequence.slots), among, self._positions[: self.used].copy(), self.device)
+        return Rows(numbers, list(text), among, self._positions[: self.used].copy(), self.device)
 
 
 def _storage(like: torch.Tensor, capacity: int) -> torch.Tensor:

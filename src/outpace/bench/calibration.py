@@ -9,12 +9,13 @@ from statistics import median
 
 from ..decoder import Decoder
 from ..errors import OutpaceError
-from ..methods import METHODS, Autoregressive, Method, make
+from ..methods import METHODS, AdaDecode, Autoregressive, Method, SelfSpeculative, make
 from ..runtime.calibrate import measure
 from ..runtime.costs import CostCurve
 from .prompts import PROMPTS
 
 STEPS = 12
+OF_THE_MODEL = (Autoregressive, AdaDecode, SelfSpeculative)  # they draft with the model's layers, if at all
 
 
 def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> CostCurve:
@@ -40,4 +41,4 @@ def _ready(decoder: Decoder, name: str) -> Method | None:
         method = decoder.prepare(make(name))
     except OutpaceError:
         return None
-    return None if isinstance(method, Autoregressive) else method
+    return None if isinstance(method, OF_THE_MODEL) else method

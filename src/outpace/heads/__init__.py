@@ -1,18 +1,24 @@
-"""Trainable parts that draft: Medusa, Hydra, Amphista."""
+"""Trainable parts that draft: Medusa, Hydra, Amphista, and exits."""
 
 from __future__ import annotations
 
 from .amphista import AmphistaHeads, AmphistaSettings
 from .base import Heads, HeadSettings
+from .exits import ExitHeads, ExitSettings
 from .hydra import HydraHeads
 from .medusa import MedusaHeads, MedusaSettings
 
 KINDS: dict[str, type[Heads]] = {kind.kind: kind for kind in (MedusaHeads, HydraHeads, AmphistaHeads)}
+TRAINABLE: dict[str, type[Heads]] = {**KINDS, ExitHeads.kind: ExitHeads}
+"""KINDS follow a text and guess ahead of it; exits stand inside the target."""
 
 __all__ = [
     "KINDS",
+    "TRAINABLE",
     "AmphistaHeads",
     "AmphistaSettings",
+    "ExitHeads",
+    "ExitSettings",
     "HeadSettings",
     "Heads",
     "HydraHeads",

@@ -1,13 +1,15 @@
 """What heads are: small trained modules that guess the tokens after the newest one from the target's hidden states.
 
 Position t is the last that the target has computed; the token at t + 1 is picked by then. Head k (from 0) guesses
-the token at t + 2 + k. In training all positions of a text are such a t at once.
+the token at t + 2 + k. In training all positions of a text are such a t at once. Exits guess the token at t + 1, before
+the target has computed position t through its last layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +36,18 @@ class HeadSettings:
         if not 1 <= self.count <= 16:
             raise InputError(f"count={self.count} is out of range: it must be 1 to 16.")
 
+    def for_model(self, layers: int, vocabulary: int) -> HeadSettings:
+        """The same, with what depends on the target's sizes filled in."""
+        return self
+
+
+class Example(NamedTuple):
+    """Some positions of text that the target has computed."""
+
+    tokens: torch.Tensor  # [positions]
+    read: torch.Tensor  # [layers, positions, width] its states after the layers that the heads read
+    final: torch.Tensor  # [positions, width] its states after the last layer
+
 
 class Heads(nn.Module):
     """Some heads for one target. Their shape is the target's; what they share with it comes by `Ends`."""
@@ -51,17 +65,31 @@ class Heads(nn.Module):
 
     @property
     def count(self) -> int:
-        """How many tokens ahead they guess."""
+        """How many heads there are."""
         return self.settings.count
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The layers behind which they read the target's states. Empty: the last alone."""
+        return ()
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """[count] how many places beyond the token that the target itself says at a position each head guesses."""
+        return tuple(range(1, self.count + 1))
 
     def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
         """Before training: take over what helps from the target's last norm and its last layers."""
 
+    def fit(self, examples: Iterable[Example], ends: Ends) -> None:
+        """Before training, with the heads at their place: compute what needs no training from some text."""
+
     def states(self, hidden: torch.Tensor, embedded: torch.Tensor, ends: Ends) -> torch.Tensor:
         """For training: [count, texts, length, width], what the output head reads, after each position of whole texts.
 
-        `hidden` [texts, length, width] are the target's states after its last layer, `embedded` the texts' tokens.
-        What would need tokens beyond the end of a text means nothing.
+        `hidden` [texts, length, width] are the target's states after its last layer, or [layers, texts, length, width]
+        those behind the layers of `reads`; `embedded` are the texts' tokens. What would need tokens beyond the end of a
+        text means nothing.
         """
         raise NotImplementedError
 

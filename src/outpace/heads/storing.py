@@ -30,6 +30,7 @@ class Stored:
     accuracies: list[list[float]] = field(default_factory=list)  # [head][rank] on held-out text
     tree: list[list[int]] = field(default_factory=list)  # paths of ranks, likeliest first
     training: dict[str, Any] = field(default_factory=dict)  # what made them
+    calibration: list[list[list[int]]] = field(default_factory=list)  # [exit][bin of confidence] guesses, right ones
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def save(heads: Heads, stored: Stored, folder: Path) -> None:
     try:
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir(parents=True)
-        shards = _shards({name: weight.to(torch.bfloat16).cpu() for name, weight in heads.state_dict().items()})
+        shards = _shards({name: _packed(weight).cpu() for name, weight in heads.state_dict().items()})
         for number, shard in enumerate(shards, 1):
             save_file(shard, half / f"heads-{number}-of-{len(shards)}.safetensors")
         config = {
@@ -66,6 +67,10 @@ def save(heads: Heads, stored: Stored, folder: Path) -> None:
         half.replace(folder)
     except OSError as error:
         raise InputError(f"heads could not be written to {folder}: {error.strerror}.") from error
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to(torch.bfloat16) if weight.is_floating_point() else weight
 
 
 def _shards(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -83,7 +88,7 @@ def _shards(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]
 def load(folder: Path, model: Model, kinds: Mapping[str, type[Heads]]) -> tuple[Heads, Stored]:
     """The heads of a folder, checked against the model and moved to it."""
     config = read_config(folder)
-    stored = Stored(**{item.name: config[item.name] for item in fields(Stored)})
+    stored = Stored(**{item.name: config[item.name] for item in fields(Stored) if item.name in config})
     _check_base(folder, stored.base, model)
     if config["kind"] not in kinds:
         raise UnknownNameError(f"kind of heads in {folder}", str(config["kind"]), kinds)
@@ -105,7 +110,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path} is no JSON ({error}). Train or copy the heads again.") from error
-    needed = {"format", "kind", "settings", "shape", *(item.name for item in fields(Stored))}
+    needed = {"format", "kind", "settings", "shape", *(item.name for item in fields(Stored))} - {
+        "calibration"
+    }  # only exits have one
     missing = sorted(needed - set(config))
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}. Train or copy the heads again.")

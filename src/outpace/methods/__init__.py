@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import UnknownNameError
 from ..runtime.costs import CostCurve
+from .adadecode import AdaDecode, SelfSpeculative, UnverifiedAdaDecode
 from .amphista import Amphista
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, build
@@ -16,7 +17,19 @@ from .prompt_lookup import PromptLookup
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (Autoregressive, Jacobi, PromptLookup, Lookahead, DraftModel, Medusa, Hydra, Amphista)
+    for method in (
+        Autoregressive,
+        Jacobi,
+        PromptLookup,
+        Lookahead,
+        DraftModel,
+        Medusa,
+        Hydra,
+        Amphista,
+        AdaDecode,
+        UnverifiedAdaDecode,
+        SelfSpeculative,
+    )
 }
 
 
@@ -61,6 +74,7 @@ __all__ = [
     "METHODS",
     "ON_CPU",
     "ON_GPU",
+    "AdaDecode",
     "Amphista",
     "Autoregressive",
     "DraftModel",
@@ -71,6 +85,8 @@ __all__ = [
     "Medusa",
     "Method",
     "PromptLookup",
+    "SelfSpeculative",
+    "UnverifiedAdaDecode",
     "default_method",
     "make",
 ]

@@ -16,6 +16,8 @@ class Output(NamedTuple):
 
     logits: torch.Tensor  # [asked rows, vocabulary]
     hidden: torch.Tensor  # [rows, width] where the last layer that ran left them
+    found: torch.Tensor | None = None  # [2, asked rows] what `find_best` says of the logits, where a runtime has asked
+    answer: torch.Tensor | None = None  # what a runtime was asked about the last row
 
 
 class Ends(NamedTuple):

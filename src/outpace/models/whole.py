@@ -6,7 +6,7 @@ Here the user's model runs as it is, without the mirror and the pool.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,20 +21,36 @@ BATCHED = "outpace_batched"  # the name under which `attend_in_batches` is known
 
 
 def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor) -> torch.Tensor:
-    """Hidden states [texts, length, width] after the last layer, of whole texts [texts, length] at once.
+    """Hidden states [texts, length, width] after the last layer, of whole texts [texts, length] at once."""
+    return states_behind(model, norm, tokens, ())[0]
+
+
+def states_behind(
+    model: PreTrainedModel, norm: str, tokens: torch.Tensor, layers: Sequence[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Hidden states [texts, length, width] of whole texts [texts, length]: after the last layer, and after some others.
 
     `norm` is the name of what follows the last layer (`HFModel.norm`). No mask says where a text has ended: no
     position sees what fills up behind it, and attention is quicker without.
     """
     decoder = model.get_decoder()
-    found: list[torch.Tensor] = []
-    hook = decoder.get_submodule(norm).register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    final: list[torch.Tensor] = []
+    found: dict[int, torch.Tensor] = {}
+
+    def note(layer: int, output: Any) -> None:
+        found[layer] = output[0] if isinstance(output, tuple) else output
+
+    hooks = [decoder.get_submodule(norm).register_forward_pre_hook(lambda _, given: final.append(given[0]))]
+    for count in layers:
+        module = layers_of(model)[count - 1]
+        hooks.append(module.register_forward_hook(lambda _, __, output, count=count: note(count, output)))
     try:
         with torch.no_grad():
             decoder(input_ids=tokens, use_cache=False)
     finally:
-        hook.remove()
-    return found[0]
+        for hook in hooks:
+            hook.remove()
+    return final[0], found
 
 
 @contextmanager
@@ -102,8 +118,13 @@ def layer_sizes(model: PreTrainedModel) -> dict[str, Any]:
 
 def last_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
     """A model's last layers, its own."""
+    return layers_of(model)[-count:]
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """A model's layers, its own; none where they are in no list."""
     layers = model.config.get_text_config().num_hidden_layers
     for child in model.get_decoder().children():
         if isinstance(child, nn.ModuleList) and len(child) == layers:
-            return list(child)[-count:]
+            return list(child)
     return []

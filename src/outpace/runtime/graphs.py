@@ -23,7 +23,7 @@ from ..errors import InputError, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
 from ..models.attention import SlotLists
 from ..pool import Numbers, Pool, Rows, Sequence
-from .plain import Engine, HeadFunction, See
+from .plain import Engine, HeadFunction, Question, See, answered
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 256  # rows of text at a time
@@ -48,7 +48,8 @@ class GraphEngine(Engine):
             model.compile_layers()
         if self.exact:
             self.name = f"exact, {exact_rows} rows"
-        self._graphs: dict[tuple[int, int, tuple[int, int]], _Graph] = {}  # by rows, length of text, layers
+        # By rows, length of text, layers, and whose question.
+        self._graphs: dict[tuple[int, int, tuple[int, int], Hashable], _Graph] = {}
         self._head_steps: dict[tuple[Hashable, int], _HeadStep] = {}  # by whose heads, length of text
         self._eager: set[Hashable] = set()  # whose heads cannot be captured
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
@@ -72,16 +73,21 @@ class GraphEngine(Engine):
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
+        question: Question | None = None,
     ) -> Output:
-        """The output is good until the next call. Logits are there when the last layer has run."""
+        """Logits are there when the last layer has run."""
         self._make_storage(rows)
         self._update_text(sequence, rows)
         tree = rows.tails if self.exact else rows.bits
         layers = (start, self.model.layers if stop is None else stop)
-        scores = self._replay(rows.numbers, tree, len(rows.text), layers, hidden)
-        if scores is None:
-            return self.model.forward(self.pool, rows, logits, start, stop, hidden)
-        return Output(scores.logits[len(scores.logits) - logits :], scores.hidden)
+        graph = self._launch(rows.numbers, tree, len(rows.text), layers, hidden, question)
+        if graph is None:
+            return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
+        scores = graph.scores(len(rows))
+        if not logits:
+            return Output(scores.logits[:0], scores.hidden, answer=graph.answer)
+        assert scores.found is not None
+        return Output(scores.logits[-logits:], scores.hidden, scores.found[:, -logits:], graph.answer)
 
     def _score_plainly(self, rows: Rows) -> Scores:
         output = self.model.forward(self.pool, rows, logits=len(rows))
@@ -140,22 +146,29 @@ class GraphEngine(Engine):
             if see:
                 see(read.hidden)
 
-    def _replay(
+    def _replay(self, numbers: Numbers, tree: Callable[[], Numbers], past: int) -> Scores | None:
+        """The rows' scores by a graph; None where there is none for so many."""
+        graph = self._launch(numbers, tree, past)
+        return None if graph is None else graph.scores(numbers.shape[1])
+
+    def _launch(
         self,
         numbers: Numbers,
         tree: Callable[[], Numbers],
         past: int,
         layers: tuple[int, int] | None = None,
         hidden: torch.Tensor | None = None,
-    ) -> Scores | None:
-        """The rows' scores by a graph; None where there is none for so many."""
+        question: Question | None = None,
+    ) -> _Graph | None:
+        """A graph that has computed the rows; None where there is none for so many."""
         count = numbers.shape[1]
         while size := next((size for size in self.sizes if size >= count), 0):
             try:
-                graph = self._graph(size, past, layers)
+                graph = self._graph(size, past, layers, question)
                 if hidden is not None:
                     graph.hidden[:count] = hidden
-                return graph.run(numbers, tree(), past)
+                graph.launch(numbers, tree(), past)
+                return graph
             except _NoGraph as error:  # noqa: PERF203 (at most once for each size)
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         return None
@@ -215,21 +228,24 @@ class GraphEngine(Engine):
         start = sequence.stable if self._reader is sequence else 0
         if start < len(rows.text):
             self._text[start : len(rows.text)].copy_(torch.tensor(rows.text[start:]))
-        self._reader, sequence.stable = sequence, len(rows.text)
+        self._reader, sequence.stable = sequence, max(start, len(rows.text))
 
-    def _graph(self, size: int, length: int, layers: tuple[int, int] | None = None) -> _Graph:
-        key = (size, _span(length), layers or (0, self.model.layers))
+    def _graph(
+        self, size: int, length: int, layers: tuple[int, int] | None = None, question: Question | None = None
+    ) -> _Graph:
+        span, layers = _span(length), layers or (0, self.model.layers)
+        key = (size, span, layers, question.owner if question else None)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(*key)
+            graph = self._graphs[key] = self._capture(size, span, layers, question)
         return graph
 
-    def _capture(self, size: int, span: int, layers: tuple[int, int]) -> _Graph:
+    def _capture(self, size: int, span: int, layers: tuple[int, int], question: Question | None) -> _Graph:
         try:
             if self._compile and not self._graphs:
                 # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
                 _Graph(self.model, self.pool, self._text, PRIME, span, layers, True, self.exact).warm_up()
-            graph = _Graph(self.model, self.pool, self._text, size, span, layers, self._compile, self.exact)
+            graph = _Graph(self.model, self.pool, self._text, size, span, layers, self._compile, self.exact, question)
             self._memory = graph.capture(self._memory)
             return graph
         except torch.OutOfMemoryError as error:
@@ -249,7 +265,7 @@ class GraphEngine(Engine):
                     OutpaceWarning,
                     stacklevel=2,
                 )
-                return self._capture(size, span, layers)
+                return self._capture(size, span, layers, question)
             if self.exact:
                 raise InputError(f"exact mode needs steps that a CUDA graph can capture: {reason}") from error
             self.sizes = []
@@ -347,6 +363,7 @@ class _Graph(_FixedStep):
 
     output: Output
     found: torch.Tensor
+    answer: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -358,8 +375,10 @@ class _Graph(_FixedStep):
         layers: tuple[int, int],
         compiled: bool,
         exact: bool,
+        question: Question | None = None,
     ) -> None:
         super().__init__(model, pool, text, size, span, exact)
+        self.question = question
         self.model = model
         self.start, self.stop = layers
         self.compiled = compiled
@@ -376,11 +395,17 @@ class _Graph(_FixedStep):
             compiled=self.compiled,
         )
         self.found = find_best(self.output.logits) if whole else torch.zeros(2, self.size)
+        if self.question is not None:
+            last = (self.rows.slots != self.pool.scratch).sum(0, keepdim=True).sub(1).clamp(min=0)
+            self.answer = self.question.function(self.output.hidden.index_select(0, last))
 
     def run(self, numbers: Numbers, tree: Numbers, past: int) -> Scores:
         """The rows' scores, good until the next run."""
         self.launch(numbers, tree, past)
-        count = numbers.shape[1]
+        return self.scores(numbers.shape[1])
+
+    def scores(self, count: int) -> Scores:
+        """Of the first rows, as the last run left them."""
         return Scores(self.output.logits[:count], self.output.hidden[:count], self.found[:, :count])
 
 

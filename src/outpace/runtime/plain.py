@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -18,6 +18,13 @@ See: TypeAlias = "Callable[[torch.Tensor], None]"
 
 HeadFunction: TypeAlias = "Callable[[FixedRows, torch.Tensor], torch.Tensor]"
 """Of accepted rows, with the token after each, and their hidden states: what heads expect."""
+
+
+class Question(NamedTuple):
+    """What to ask about the last row where a climb has left it, in the same run."""
+
+    owner: Hashable  # names the function: one of the same owner does the same
+    function: Callable[[torch.Tensor], torch.Tensor]  # of its hidden state [1, width]
 
 
 class Engine:
@@ -74,9 +81,14 @@ class Engine:
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
+        question: Question | None = None,
     ) -> Output:
-        """Run layers `start` to `stop` on rows of the sequence: `Model.forward`, at this runtime's speed."""
-        return self.model.forward(self.pool, rows, logits, start, stop, hidden, self.compiled)
+        """Run layers `start` to `stop` on rows of the sequence: `Model.forward`, at this runtime's speed.
+
+        A `question` is answered too. The output is good until the next call.
+        """
+        output = self.model.forward(self.pool, rows, logits, start, stop, hidden, self.compiled)
+        return answered(output, question)
 
     def _read(self, sequence: Sequence, leave: int, see: See | None = None) -> None:
         """Compute text before the last token, in chunks, until at most `leave` tokens of it are not computed."""
@@ -85,3 +97,9 @@ class Engine:
             output = self.model.forward(self.pool, rows, logits=0, compiled=self.compiled)
             if see:
                 see(output.hidden)
+
+
+@torch.inference_mode()
+def answered(output: Output, question: Question | None) -> Output:
+    """The output with the answer to a question, if there is one."""
+    return output if question is None else output._replace(answer=question.function(output.hidden[-1:]))

@@ -14,12 +14,12 @@ import torch
 
 from ..decoder import Decoder
 from ..errors import InputError, UnknownNameError
-from ..heads import KINDS, Heads
+from ..heads import TRAINABLE, ExitHeads, Heads
 from ..heads.blocks import BlockShape
 from ..heads.storing import Stored, fingerprint, save
 from ..heads.trees import best_tree
 from ..models.adapter import Ends
-from ..models.whole import last_layers, layer_sizes
+from ..models.whole import last_layers, layer_sizes, layers_of
 from .data import Text, read_answers, write_answers
 from .trainer import Plan, Trainer
 
@@ -45,13 +45,14 @@ class Answers:
 
 def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -> Heads:
     """New heads for a loaded transformers model with these ends, begun from its own layers."""
-    if kind not in KINDS:
-        raise UnknownNameError("kind of heads", kind, KINDS)
-    known = KINDS[kind].settings_type
+    if kind not in TRAINABLE:
+        raise UnknownNameError("kind of heads", kind, TRAINABLE)
+    known = TRAINABLE[kind].settings_type
     for name in settings:
         if name not in known.__dataclass_fields__:
             raise UnknownNameError(f"setting of {kind} heads", name, known.__dataclass_fields__)
-    heads = KINDS[kind](known(**settings), BlockShape(**layer_sizes(model)))
+    complete = known(**settings).for_model(len(layers_of(model)), ends.head.weight.shape[0])
+    heads = TRAINABLE[kind](complete, BlockShape(**layer_sizes(model)))
     heads.begin_from(ends.norm, last_layers(model, 2))
     return heads
 
@@ -160,7 +161,10 @@ def train(
     }
     for name, part in heads.items():
         found = [[round(share, 4) for share in ranks] for ranks in accuracies[name].tolist()]
-        tree = [list(path) for path in best_tree(found, TREE)]
-        save(part, Stored(base, found, tree, training), out / name)
+        if isinstance(part, ExitHeads):
+            about = Stored(base, found, [], training, trainer.calibration(part, held_out))
+        else:
+            about = Stored(base, found, [list(path) for path in best_tree(found, TREE)], training)
+        save(part, about, out / name)
     checkpoint.unlink(missing_ok=True)
     return accuracies

@@ -12,20 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from ..errors import InputError
-from ..heads import Heads
+from ..heads import ExitHeads, Heads
+from ..heads.base import Example
+from ..heads.exits import BINS, BORDERS
 from ..models.adapter import Ends
-from ..models.whole import final_states
+from ..models.whole import states_behind
 from .data import Batch, Text, batches
 from .muon import Muon
 
 CHUNK = 4096  # positions whose logits are there at a time
 RANKS = 10  # guesses of a head that are counted
+MEASURED = 65536  # held-out places that accuracies are measured on
+EXAMPLES = 32  # for each number of a state: positions that heads are fitted to before training
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,9 @@ class Trainer:
         checkpoint: Path | None = None,
     ) -> None:
         """Train until the plan's end. `show` is told the share done and the losses."""
+        if self.progress.update == 0:
+            for part in self.heads.values():
+                part.fit(self._examples(part, texts), self.ends)
         last_save = time.perf_counter()
         for batch in self._endless(texts):
             start = time.perf_counter()
@@ -115,15 +122,35 @@ class Trainer:
         plan, progress = self.plan, self.progress
         return progress.update / plan.updates if plan.updates else progress.seconds / (60 * plan.minutes)
 
+    def _examples(self, part: Heads, texts: Sequence[Text]) -> Iterator[Example]:
+        """What the target computes at some places of its answers."""
+        seen = 0
+        for batch in batches(texts, self.plan.tokens, random.Random(self.plan.seed)):
+            there = batch.to(self.device)
+            states = self._compute(there.tokens)
+            rows, _ = self._places(there)
+            read = states.of(part).reshape(-1, there.tokens.numel(), part.shape.width)[:, rows]
+            yield Example(there.tokens.flatten()[rows], read, states.final.flatten(0, 1)[rows])
+            seen += len(rows)
+            if seen >= EXAMPLES * part.shape.width:
+                return
+
+    def _compute(self, tokens: torch.Tensor) -> _States:
+        """The target's forward, once for all heads."""
+        layers = sorted({layer for part in self.heads.values() for layer in part.reads})
+        return _States(*states_behind(self.model, self.norm, tokens, layers))
+
     def _update(self, batch: Batch) -> None:
-        hidden = final_states(self.model, self.norm, batch.tokens)
-        states = {name: self._states(part, hidden, batch.tokens) for name, part in self.heads.items()}
+        target = self._compute(batch.tokens)
+        hidden = target.final
+        states = {name: self._states(part, target.of(part), batch.tokens) for name, part in self.heads.items()}
         leaves = {name: found.detach().requires_grad_() for name, found in states.items()}
         self._note(self._backward(leaves, hidden, *self._places(batch)))
         for name, optimizers in self.optimizers.items():
-            torch.autograd.backward(states[name], leaves[name].grad)
+            if states[name].requires_grad:  # else all that learns lies behind the states
+                torch.autograd.backward(states[name], leaves[name].grad)
             torch.nn.utils.clip_grad_norm_(self.heads[name].parameters(), self.plan.clip)
-            for optimizer, peak in zip(optimizers, (self.plan.rate, self.plan.vector_rate), strict=True):
+            for optimizer, peak in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = peak * self._factor()
                 optimizer.step()
@@ -139,39 +166,46 @@ class Trainer:
     def _mixed(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def _places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Flat places of the positions where the target says a token of an answer, and [heads, places] loss weights.
 
-        Head k, at a place p, is the one that guesses from p - 1 - k: it must not guess from before the prompt's end.
+        A head that guesses `ahead` does so for a place p from p - ahead: not from before the prompt's end.
         """
         length = batch.tokens.shape[1]
         position = torch.arange(length, device=self.device).expand_as(batch.tokens)
         answered = (position >= batch.prompts[:, None]) & (position < batch.lengths[:, None] - 1)
         rows = answered.flatten().nonzero().squeeze(-1)
         since = (position - batch.prompts[:, None]).flatten()[rows]
-        most = max(part.count for part in self.heads.values())
-        heads = torch.arange(most, device=self.device)[:, None]
-        return rows, (since >= heads) * self.plan.weight**heads
+        weights = {}
+        for name, part in self.heads.items():
+            further = torch.tensor(part.ahead, device=self.device)[:, None] - 1
+            weights[name] = (since >= further) * self.plan.weight ** further.clamp(min=0)
+        return rows, weights
 
     def _backward(
-        self, states: Mapping[str, torch.Tensor], hidden: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor
+        self,
+        states: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
     ) -> dict[str, list[float]]:
         """Losses of each head; the gradients are left at the states [heads, texts, length, width]."""
         flat = {name: found.flatten(1, 2) for name, found in states.items()}
         totals = {name: torch.zeros(len(found), device=self.device) for name, found in states.items()}
-        counts = weights.gt(0).sum(1).clamp(min=1)
+        counts = {name: weight.gt(0).sum(1).clamp(min=1) for name, weight in weights.items()}
+        scales = {name: weight.amax(1).clamp(min=1e-9) for name, weight in weights.items()}
         for start in range(0, len(rows), self.chunk):
             missing = max(0, start + self.chunk - len(rows))  # a last chunk is filled up: one size is compiled once
             chosen = F.pad(rows[start : start + self.chunk], (0, missing))
-            weight = F.pad(weights[:, start : start + self.chunk], (0, missing))
             target = self._target(hidden, chosen)
             for name, part in self.heads.items():
+                weight = F.pad(weights[name][:, start : start + self.chunk], (0, missing))
                 for head in range(part.count):
                     logits = self._logits(part, head, flat[name], chosen)
                     losses = self._loss(logits, target, self.plan.hard)
-                    loss = (losses * weight[head]).sum() / counts[head]
+                    loss = (losses * weight[head]).sum() / counts[name][head]
                     torch.autograd.backward(loss)
-                    totals[name][head] += loss.detach() / self.plan.weight**head
+                    totals[name][head] += loss.detach() / scales[name][head]
         return {name: total.tolist() for name, total in totals.items()}
 
     def _states(self, part: Heads, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -187,7 +221,7 @@ class Trainer:
 
     def _logits(self, part: Heads, head: int, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """One head's guesses at what the target says at flat places."""
-        places = (chosen - 1 - head).clamp(min=0)
+        places = (chosen - part.ahead[head]).clamp(min=0)
         with self._mixed():
             return part.logits(flat[head, places][None], self.ends, head)[0]
 
@@ -207,7 +241,7 @@ class Trainer:
         state = {
             "progress": vars(self.progress),
             "heads": {name: part.state_dict() for name, part in self.heads.items()},
-            "optimizers": {name: [one.state_dict() for one in both] for name, both in self.optimizers.items()},
+            "optimizers": {name: [one.state_dict() for one, _ in both] for name, both in self.optimizers.items()},
         }
         half = path.with_suffix(".part")
         try:
@@ -225,7 +259,7 @@ class Trainer:
                 raise InputError(f"{path} is of {', '.join(state['heads'])}, not of {', '.join(self.heads)}.")
             for name, part in self.heads.items():
                 part.load_state_dict(state["heads"][name])
-                for optimizer, stored in zip(self.optimizers[name], state["optimizers"][name], strict=True):
+                for (optimizer, _), stored in zip(self.optimizers[name], state["optimizers"][name], strict=True):
                     optimizer.load_state_dict(stored)
         except InputError:
             raise
@@ -234,8 +268,8 @@ class Trainer:
         self.progress = Progress(**state["progress"])
 
     @torch.no_grad()
-    def accuracies(self, texts: Sequence[Text], most: int = 65536) -> dict[str, torch.Tensor]:
-        """By name [heads, ranks]: how often each guess of each head is the target's own choice, on `most` places."""
+    def accuracies(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+        """By name [heads, ranks]: how often each guess of each head is the target's own choice."""
         hits = {name: torch.zeros(part.count, RANKS, device=self.device) for name, part in self.heads.items()}
         counts = {name: torch.zeros(part.count, 1, device=self.device) for name, part in self.heads.items()}
         seen = 0
@@ -243,24 +277,62 @@ class Trainer:
             part.eval()
         for batch in batches(texts, self.plan.tokens, random.Random(0)):
             there = batch.to(self.device)
-            hidden = final_states(self.model, self.norm, there.tokens)
+            target = self._compute(there.tokens)
             rows, weights = self._places(there)
             for name, part in self.heads.items():
-                flat = self._states(part, hidden, there.tokens).flatten(1, 2)
+                flat = self._states(part, target.of(part), there.tokens).flatten(1, 2)
                 for start in range(0, len(rows), self.chunk):
                     chosen = rows[start : start + self.chunk]
-                    choice = self._target(hidden, chosen).argmax(-1, keepdim=True)
+                    choice = self._target(target.final, chosen).argmax(-1, keepdim=True)
                     for head in range(part.count):
-                        counted = weights[head, start : start + self.chunk, None] > 0
+                        counted = weights[name][head, start : start + self.chunk, None] > 0
                         ranked = self._logits(part, head, flat, chosen).topk(RANKS).indices
                         hits[name][head] += ((ranked == choice) & counted).sum(0)
                         counts[name][head] += counted.sum()
             seen += len(rows)
-            if seen >= most:
+            if seen >= MEASURED:
                 break
         for part in self.heads.values():
             part.train()
         return {name: (hits[name] / counts[name].clamp(min=1)).cpu() for name in self.heads}
+
+    @torch.no_grad()
+    def calibration(self, part: ExitHeads, texts: Sequence[Text]) -> list[list[list[int]]]:
+        """[exit][bin of confidence] how many guesses an exit makes, and how many of them are the target's choice."""
+        counts = torch.zeros(part.count, 2, BINS, dtype=torch.long, device=self.device)
+        borders = torch.tensor(BORDERS, device=self.device)
+        seen = 0
+        for batch in batches(texts, self.plan.tokens, random.Random(0)):
+            there = batch.to(self.device)
+            target = self._compute(there.tokens)
+            rows, _ = self._places(there)
+            read = target.of(part).flatten(1, 2)
+            for start in range(0, len(rows), self.chunk):
+                chosen = rows[start : start + self.chunk]
+                choice = self._target(target.final, chosen).argmax(-1)
+                for place in range(part.count):
+                    with self._mixed():
+                        logits = part.probe(place, read[place, chosen].float(), self.ends)
+                    confidence, guess = logits.float().softmax(-1).max(-1)
+                    places = torch.bucketize(confidence, borders, right=True)
+                    counts[place, 0] += torch.bincount(places, minlength=BINS)
+                    counts[place, 1] += torch.bincount(places[guess == choice], minlength=BINS)
+            seen += len(rows)
+            if seen >= MEASURED:
+                break
+        found: list[list[list[int]]] = counts.transpose(1, 2).tolist()
+        return found
+
+
+class _States(NamedTuple):
+    """The target's hidden states of whole texts [texts, length, width]."""
+
+    final: torch.Tensor  # after the last layer
+    behind: dict[int, torch.Tensor]  # after so many layers, where heads read them
+
+    def of(self, part: Heads) -> torch.Tensor:
+        """Those that some heads read."""
+        return torch.stack([self.behind[layer] for layer in part.reads]) if part.reads else self.final
 
 
 def _loss(logits: torch.Tensor, target: torch.Tensor, hard: float) -> torch.Tensor:
@@ -274,13 +346,16 @@ def _loss(logits: torch.Tensor, target: torch.Tensor, hard: float) -> torch.Tens
     return loss
 
 
-def _optimizers(heads: Heads, plan: Plan) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for all else."""
+def _optimizers(heads: Heads, plan: Plan) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for matrices, AdamW for all else, each with its highest rate."""
     matrices: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     for name, parameter in heads.named_parameters():
         (matrices if name.endswith("weight") and parameter.dim() == 2 else others).append(parameter)
-    return (
-        Muon(matrices, plan.rate),
-        torch.optim.AdamW(others, plan.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    )
+    found: list[tuple[torch.optim.Optimizer, float]] = []
+    if matrices:
+        found.append((Muon(matrices, plan.rate), plan.rate))
+    if others:
+        adam = torch.optim.AdamW(others, plan.vector_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        found.append((adam, plan.vector_rate))
+    return found

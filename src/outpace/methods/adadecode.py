@@ -1,0 +1,345 @@
+"""AdaDecode: easy tokens leave at middle layers, and the layers that they skip run later, for many of them together."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..draft import MODEL, Draft, Scores, Verdict, chain, find_best
+from ..errors import InputError, InvalidLogits, ModelError, OutpaceWarning, UnsupportedModel
+from ..heads import ExitHeads
+from ..heads.exits import BINS, ORIGINAL, check_layers, original_exits, read_layers, spread
+from ..heads.storing import Stored, is_for, load
+from ..models.adapter import Ends, Model, Output
+from ..picking import Picker
+from ..pool import Pool, Sequence
+from ..runtime.plain import Engine, Question
+from .base import Drafter, Method
+from .headed import SHIPPED, Ready
+from .leaving import Calibrated, Control, Counts, Fixed, costs_of, predict
+from .staircase import Staircase
+
+CONTROLS = ("calibrated", "fixed")
+WORTHWHILE = 1.05  # the least predicted speed at which exits are used
+_checked: WeakKeyDictionary[Model, set[tuple[int, ...]]] = WeakKeyDictionary()  # cuts that passed the check
+
+
+@dataclass(frozen=True)
+class AdaDecode(Method):
+    """A chain of guesses by heads at middle layers.
+
+    heads: a folder of trained exits. Without one, those that come with Outpace for the embedded model. "original": the
+        model's own output head at the exits, untrained.
+    exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
+    control: "calibrated" lets a guess leave where its measured chances are worth more than it costs; "fixed" where its
+        confidence is above `gamma`, as in the paper.
+    gamma: with "fixed", the confidence above which a guess leaves.
+    pending: with "fixed", how many guesses may wait for their other layers.
+    """
+
+    name = "adadecode"
+    about = "easy tokens leave at middle layers, the layers above run later for many together"
+
+    heads: Any = None
+    exits: Any = ()
+    control: str = "calibrated"
+    gamma: float = 0.75
+    pending: int = 5
+
+    def __post_init__(self) -> None:
+        self.check(gamma=(0.0, 1.0), pending=(1, 64))
+        if self.gamma == 0:
+            raise InputError(f"{self.name}: gamma=0 is out of range: it must be above 0 and at most 1.")
+        if self.control not in CONTROLS:
+            raise InputError(f"{self.name}: control={self.control!r} must be 'calibrated' or 'fixed'.")
+        object.__setattr__(self, "exits", read_layers(self.exits))
+
+    @property
+    def branches(self) -> bool:
+        return False
+
+    def prepare(self, model: Model) -> Method:
+        if isinstance(self.heads, Ready):
+            _check_fit(self.name, self.heads.heads, model)
+            return self
+        ready = self._load(model)
+        assert isinstance(ready.heads, ExitHeads)
+        _check_fit(self.name, ready.heads, model)
+        for layer in self.exits:
+            if layer not in ready.heads.layers:
+                there = ", ".join(map(str, ready.heads.layers))
+                raise InputError(f"{self.name}: there is no exit after layer {layer}. There are exits after {there}.")
+        exits = self.exits or ready.heads.layers
+        check_cuts(model, exits)
+        return replace(self, heads=ready, exits=exits)
+
+    def _load(self, model: Model) -> Ready:
+        if isinstance(self.heads, ExitHeads):
+            return Ready(self.heads.to(model.device, model.dtype).eval(), Stored({}))
+        if self.heads == ORIGINAL:
+            layers = self.exits or spread(3, model.layers)
+            check_layers(layers, model.layers)
+            return Ready(original_exits(layers, model.width), Stored({}))
+        kinds = {ExitHeads.kind: ExitHeads}
+        if self.heads is not None:
+            folder = Path(self.heads).expanduser()
+            if not folder.is_dir():
+                raise ModelError(f"{self.name}: {folder} is no folder of exits. Make one with `outpace train exits`.")
+            return Ready(*load(folder, model, kinds))
+        for folder in sorted(SHIPPED.glob(f"*/{ExitHeads.kind}")):
+            if is_for(folder, model):
+                return Ready(*load(folder, model, kinds))
+        raise ModelError(
+            f"{self.name}: there are no trained exits for {model.name}. Train some with `outpace train exits --model "
+            "MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER/exits. Or use the model's own "
+            "output head: --set heads=original."
+        )
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        return _Drafter(self.heads.heads, self.exits, self._control(engine), engine, sequence, picker)
+
+    def _control(self, engine: Engine) -> Control | None:
+        """What decides when guesses leave; None where they should not at all."""
+        if self.control == "fixed":
+            return Fixed(len(self.exits), self.gamma, self.pending)
+        heads, about = self.heads
+        costs = costs_of(engine, self.exits, heads.settings.frequent)
+        counts = _counts(heads, about, self.exits)
+        if about.calibration and (speed := predict(counts, costs)) < WORTHWHILE:
+            warnings.warn(
+                f"{self.name}: these exits are predicted to make {engine.model.name} {speed:.2f} times as fast here, "
+                "so the text is written plainly. Train better exits, or measure costs with `outpace calibrate`; "
+                "control='fixed' uses them all the same.",
+                OutpaceWarning,
+                stacklevel=2,
+            )
+            return None
+        return Calibrated(counts, costs)
+
+
+@dataclass(frozen=True)
+class UnverifiedAdaDecode(AdaDecode):
+    """AdaDecode that believes its exits: what leaves early is never checked. The text is NOT the model's own.
+
+    It is there to be compared with. For the settings see AdaDecode.
+    """
+
+    name = "adadecode-unverified"
+    about = "the same without verification: LOSSY, for comparison"
+    lossless = False
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        return _Believer(self.heads.heads, self.exits, self._control(engine), engine, sequence, picker)
+
+
+@dataclass(frozen=True)
+class SelfSpeculative(Method):
+    """The model's own first layers and its output head write ahead, as a draft model would. Nothing is trained.
+
+    exit: they are so many layers; 0: half of them.
+    length: how many tokens they write ahead.
+    """
+
+    name = "self-speculative"
+    about = "the model's own first layers write ahead"
+
+    exit: int = 0
+    length: int = 5
+
+    def __post_init__(self) -> None:
+        self.check(exit=(0, 4096), length=(1, 64))
+
+    @property
+    def branches(self) -> bool:
+        return False
+
+    def prepare(self, model: Model) -> Method:
+        layer = self.exit or max(1, model.layers // 2)
+        check_layers([layer], model.layers)
+        check_cuts(model, (layer,))
+        return replace(self, exit=layer)
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        exits = (self.exit,)
+        heads = original_exits(exits, engine.model.width)
+        return _Drafter(heads, exits, Fixed(1, 0.0, self.length), engine, sequence, picker)
+
+
+class Guess(NamedTuple):
+    """What one exit says of one row."""
+
+    exit: int
+    confidence: float
+    scores: Scores  # of that row alone
+
+
+class Asked(NamedTuple):
+    """A guess that verification will judge."""
+
+    row: int
+    exit: int
+    confidence: float
+    token: int
+
+
+class _Drafter(Drafter):
+    def __init__(
+        self,
+        heads: ExitHeads,
+        exits: tuple[int, ...],
+        control: Control | None,
+        engine: Engine,
+        sequence: Sequence,
+        picker: Picker,
+    ) -> None:
+        super().__init__(engine, sequence, picker)
+        self.heads = heads
+        self.exits = exits
+        ends = engine.model.ends()
+        self.questions = [
+            Question(heads.owner(layer), partial(_ask, heads, heads.layers.index(layer), ends)) for layer in exits
+        ]
+        self.control = control
+        # A user's processors may count their calls or refuse what lies beyond the end: guesses do without them.
+        self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
+        self.stairs: Staircase | None = None
+        self.asked: list[Asked] = []
+
+    def draft(self, room: int) -> Draft:
+        text = self.sequence.tokens
+        self.stairs = None
+        self.asked = []
+        # The first step reads the prompt, through all layers, and guesses nothing.
+        if self.control is None or len(self.sequence.slots) < self.sequence.position:
+            return chain(text[-1], (), "")
+        most = min(self.control.most, room)
+        stairs = self.stairs = Staircase(self.engine, self.sequence, most + 1)
+        stairs.push(text[-1])
+        sources: list[str] = [MODEL]
+        proposals: list[torch.Tensor | None] = [None]
+        self.control.begin()
+        while len(stairs.tokens) <= most:
+            left = self._leave(stairs, self.control)
+            if left is None:
+                break
+            token, proposal, layer = left
+            stairs.push(token)
+            sources.append(f"exit {layer}")
+            proposals.append(proposal)
+        tokens = tuple(stairs.tokens)
+        return Draft(tokens, tuple(range(-1, len(tokens) - 1)), len(tokens), tuple(sources), tuple(proposals))
+
+    def _leave(self, stairs: Staircase, control: Control) -> tuple[int, torch.Tensor | None, int] | None:
+        """Climb with the newest row until a guess leaves: the guess, its distribution, the layer. None: none does."""
+        prefix = [*self.sequence.tokens, *stairs.tokens[1:]]
+        exit_ = control.next(-1)
+        while exit_ is not None:
+            guess = self._read(exit_, stairs.climb(self.exits[exit_], self.questions[exit_]))
+            try:
+                if control.leaves(exit_, guess.confidence):
+                    token, proposal = self._choose(guess, prefix)
+                    self.asked.append(Asked(len(stairs.tokens) - 1, exit_, guess.confidence, token))
+                    return token, proposal, self.exits[exit_]
+                if self.guesser.greedy:
+                    token, _ = self._choose(guess, prefix)
+                    self.asked.append(Asked(len(stairs.tokens) - 1, exit_, guess.confidence, token))
+            except InvalidLogits:
+                return None  # the exit is at a loss; the last layer may not be
+            exit_ = control.next(exit_)
+        return None
+
+    def _read(self, exit_: int, output: Output) -> Guess:
+        """What an exit has answered."""
+        assert output.answer is not None
+        logits, found = output.answer[:, :-3], output.answer[:, -3:].T.double().cpu()  # one transfer
+        confidence = math.exp(min(0.0, float(found[1, 0] - found[2, 0])))
+        return Guess(exit_, confidence, Scores(logits, output.hidden, found[:2]))
+
+    def _choose(self, guess: Guess, prefix: list[int]) -> tuple[int, torch.Tensor | None]:
+        if self.guesser.greedy:
+            return self.guesser.choose_after(0, guess.scores, prefix), None
+        return self.guesser.guess(guess.scores.logits[0], prefix)
+
+    def score(self, draft: Draft) -> Scores:
+        if self.stairs is None:
+            return super().score(draft)
+        return self.stairs.finish()
+
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        if self.stairs is None or self.control is None:
+            return
+        for row, exit_, confidence, token in self.asked:
+            if row < len(verdict.tokens):  # what follows a wrong guess says nothing
+                self.control.learn(exit_, confidence, token == verdict.tokens[row])
+        self.control.end(len(verdict.tokens))
+
+
+def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torch.Tensor:
+    """[1, vocabulary + 3] an exit's logits for one row, its best token, the logit of that, the logarithm of all."""
+    logits = heads.probe(place, hidden, ends).float()
+    return torch.cat([logits, find_best(logits).T.float(), logits.logsumexp(-1, keepdim=True)], -1)
+
+
+class _Believer(_Drafter):
+    """Has the target say after each row what was guessed there."""
+
+    def score(self, draft: Draft) -> Scores:
+        scores = super().score(draft)
+        logits = scores.logits.clone()
+        for row, token in enumerate(draft.tokens[1:]):
+            logits[row] = -math.inf
+            logits[row, token] = 0.0
+        return Scores(logits, scores.hidden)
+
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        self.asked = []  # nothing was verified, so there is nothing to learn from
+        super().learn(draft, scores, verdict)
+
+
+def _counts(heads: ExitHeads, about: Stored, exits: tuple[int, ...]) -> Counts:
+    """The stored calibration of the exits that are used; nothing counted where there is none."""
+    if not about.calibration:
+        return (((0, 0),) * BINS,) * len(exits)
+    lines = [about.calibration[heads.layers.index(layer)] for layer in exits]
+    return tuple(tuple((asked, right) for asked, right in line) for line in lines)
+
+
+def _check_fit(name: str, heads: Any, model: Model) -> None:
+    if heads.shape.width != model.width or heads.layers[-1] >= model.layers:
+        raise ModelError(
+            f"{name}: these exits stand after layers {', '.join(map(str, heads.layers))} and read states of width "
+            f"{heads.shape.width}; {model.name} has {model.layers} layers of width {model.width}. Exits work only with "
+            "the model that they were trained for."
+        )
+
+
+def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
+    """Run a few tokens with their layers deferred, and at once; refuse a model where the two disagree.
+
+    Some architectures share keys and values between layers, or pass on more than the hidden states.
+    """
+    if exits in _checked.setdefault(model, set()):
+        return
+    text = [token % model.vocabulary for token in (11, 23, 5, 17)]
+    engine = Engine(model)
+    engine.pool = Pool(model.device, capacity=16)
+    model.ends()  # refuses a model that has no place for exits
+    with engine.pool.sequence(text[:1]) as sequence:
+        stairs = Staircase(engine, sequence, len(text))
+        for place, token in enumerate(text):
+            stairs.push(token)
+            stairs.climb(exits[-1 - place % len(exits)])
+        apart = stairs.finish().logits
+    with engine.pool.sequence(text[:1]) as sequence:
+        together = engine.score(sequence, chain(text[0], text[1:], "")).logits
+    spread_ = (together.float() - together.float().mean(-1, keepdim=True)).norm()
+    if not (apart.float() - together.float()).norm() < 0.05 * spread_:  # also when it is NaN
+        raise UnsupportedModel(f"{model.name} cannot be run in parts, so its layers cannot be deferred.")
+    _checked[model].add(exits)

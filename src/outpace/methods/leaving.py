@@ -1,0 +1,205 @@
+"""When a token leaves at an exit: by a fixed threshold, or by what it is measured to bring and to cost.
+
+A guess that leaves early costs the layers below its exit once more, for the token after it. It brings a token if it is
+right, and all guesses before it were. So it pays while the product of those chances is worth more than the layers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TypeAlias
+
+from ..heads.exits import BINS, BORDERS, bin_of
+from ..runtime.plain import Engine
+
+Counts: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
+"""[exit][bin of confidence] how many guesses there were, and how many were right."""
+
+LONGEST = 15  # guesses that wait, where a threshold does not say how many may
+BELIEF = 64  # a bin's stored counts weigh as much as so many of this text
+SEEN = 256  # the same for how often its exit lands in each bin
+DOUBT = 2.0  # guesses that a bin is thought to have had before any was counted, right as often as their confidence
+MEMORY = 8  # tokens at plain decoding's cost that a text is thought to have begun with
+CPU_ROW = 0.14  # of a step: what a further row costs on a CPU, where it was not measured
+WEIGHTS = 12  # a layer has about so many times the weights of a T
+STEPS = 400  # that a prediction plays through
+_CENTRES = [(low + high) / 2 for low, high in zip((0.0, *BORDERS), (*BORDERS, 1.0), strict=True)]
+
+
+class Control:
+    """Decides, row by row, which exits are asked and whether a guess leaves there."""
+
+    most: int  # guesses that may wait
+
+    def begin(self) -> None:
+        """A new chain begins."""
+
+    def next(self, after: int) -> int | None:
+        """The next exit to ask, beyond `after` (-1: from the bottom); None: go to the top."""
+        raise NotImplementedError
+
+    def leaves(self, exit_: int, confidence: float) -> bool:
+        """Whether the newest row's guess leaves at this exit, where it was asked."""
+        raise NotImplementedError
+
+    def learn(self, exit_: int, confidence: float, right: bool) -> None:
+        """What became of a guess that an exit made."""
+
+    def end(self, tokens: int) -> None:
+        """The chain is verified: it brought so many tokens."""
+
+
+class Fixed(Control):
+    """The paper's: a guess leaves where its confidence is above `gamma`, while fewer than `most` wait."""
+
+    def __init__(self, exits: int, gamma: float, most: int) -> None:
+        self.exits = exits
+        self.gamma = gamma
+        self.most = most
+
+    def next(self, after: int) -> int | None:
+        return after + 1 if after + 1 < self.exits else None
+
+    def leaves(self, exit_: int, confidence: float) -> bool:
+        return confidence > self.gamma
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things cost, in layers for one row."""
+
+    climbs: tuple[float, ...]  # from the bottom to each exit
+    whole: float  # all layers and the output head
+    probe: float  # asking an exit
+    prices: tuple[float, ...]  # [rows - 1] of so many rows, where one row costs 1
+
+    def leaving(self, exit_: int, rows: int) -> float:
+        """What leaving costs, with so many rows in the chain: the climb up to here again, and a further row above."""
+        return self.climbs[exit_] + (self.prices[rows] - self.prices[rows - 1]) * (self.whole - self.climbs[exit_])
+
+
+def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
+    """The costs with exits after these layers, from what was measured, else from the sizes of things."""
+    model, curve = engine.model, engine.costs
+    launch, head, prices = 0.0, model.vocabulary / (WEIGHTS * model.width), None
+    if curve is not None and len(curve.segments) > 1:
+        parts = [(name.split("-"), seconds) for name, seconds in curve.segments.items()]
+        sizes = [int(stop) + 1 - int(start) for (start, stop), _ in parts]
+        seconds = [spent for _, spent in parts]
+        extra = max(0.0, (sum(seconds) - curve.step(1)) / (len(parts) - 1))  # beginning a climb, beyond its layers
+        extra = min(extra, 0.9 * min(seconds))
+        layer = sum(spent - extra for spent in seconds[:-1]) / sum(sizes[:-1])
+        launch, head = extra / layer, max(0.0, (seconds[-1] - extra) / layer - sizes[-1])
+        prices = tuple(accumulate((curve.price(rows) for rows in range(1, LONGEST + 2)), max))  # no row has a bonus
+    if prices is None:
+        slope = CPU_ROW if model.device.type == "cpu" else 0.0
+        prices = tuple(1 + slope * rows for rows in range(LONGEST + 1))
+    probe = head * (frequent / model.vocabulary if frequent else 1.0) + 1 / WEIGHTS + launch
+    return Costs(tuple(launch + layer for layer in layers), launch + model.layers + head, probe, prices)
+
+
+class Calibrated(Control):
+    """Ours: no threshold. Chances by exit and bin of confidence, which the text itself goes on counting."""
+
+    most = LONGEST
+
+    def __init__(self, counts: Counts, costs: Costs) -> None:
+        self.costs = costs
+        self.seen: list[list[float]] = []  # [exit][bin] guesses that landed there
+        self.asked: list[list[float]] = []  # [exit][bin] those whose outcome is known
+        self.right: list[list[float]] = []  # [exit][bin] and those of them that were right
+        for line in counts:
+            every = sum(asked for asked, _ in line)
+            self.seen.append([0.1 + asked * min(1.0, SEEN / max(every, 1)) for asked, _ in line])
+            weights = [min(1.0, BELIEF / max(asked, 1)) for asked, _ in line]
+            self.asked.append([DOUBT + asked * weight for (asked, _), weight in zip(line, weights, strict=True)])
+            rights = zip(line, weights, _CENTRES, strict=True)
+            self.right.append([DOUBT * centre + right * weight for (_, right), weight, centre in rights])
+        self.spent, self.tokens = MEMORY * costs.whole, float(MEMORY)
+        self.chance, self.rows = 1.0, 1  # of the chain: that all its guesses are right, and how many rows it has
+        self._gains: list[float] = []
+
+    def begin(self) -> None:
+        self.chance, self.rows = 1.0, 1
+        self.spent += self.costs.whole
+
+    def next(self, after: int) -> int | None:
+        if after < 0:
+            self._gains = self._foresee()
+        gains = self._gains
+        for exit_ in range(after + 1, len(self.seen)):
+            if gains[exit_] > gains[exit_ + 1]:
+                return exit_
+        return None
+
+    def _foresee(self) -> list[float]:
+        """[exits + 1] what the newest row may still win from an exit on, in layers. The last is the top: nothing."""
+        worth = self._worth()
+        gains = [0.0]
+        for exit_ in reversed(range(len(self.seen))):
+            later, cost = gains[0], self.costs.leaving(exit_, self.rows)
+            lines = zip(self.seen[exit_], self.right[exit_], self.asked[exit_], strict=True)
+            won = sum(seen * max(worth * right / asked - cost, later) for seen, right, asked in lines)
+            gains.insert(0, max(later, won / sum(self.seen[exit_]) - self.costs.probe))
+        return gains
+
+    def _worth(self) -> float:
+        """What a right guess behind this chain saves: a token at the cost that tokens have now."""
+        return self.chance * min(self.spent / self.tokens, self.costs.whole)
+
+    def leaves(self, exit_: int, confidence: float) -> bool:
+        place = bin_of(confidence)
+        self.seen[exit_][place] += 1
+        self.spent += self.costs.probe
+        chance = self.right[exit_][place] / self.asked[exit_][place]
+        cost = self.costs.leaving(exit_, self.rows)
+        if self._worth() * chance - cost <= self._gains[exit_ + 1]:
+            return False
+        self.chance *= chance
+        self.rows += 1
+        self.spent += cost
+        return True
+
+    def learn(self, exit_: int, confidence: float, right: bool) -> None:
+        place = bin_of(confidence)
+        self.asked[exit_][place] += 1
+        self.right[exit_][place] += right
+
+    def end(self, tokens: int) -> None:
+        self.tokens += tokens
+
+
+@lru_cache(maxsize=64)
+def predict(counts: Counts, costs: Costs) -> float:
+    """The speed with these exits, plain decoding's being 1: some steps played through, on chances alone.
+
+    A token that one exit finds easy, all find easy: one draw decides in which bin it lands at each.
+    """
+    rng = random.Random(0)
+    control = Calibrated(counts, costs)
+    chances = [
+        [right / asked for right, asked in zip(*pair, strict=True)]
+        for pair in zip(control.right, control.asked, strict=True)
+    ]
+    borders = [[sum(line[: place + 1]) / sum(line) for place in range(BINS)] for line in control.seen]
+    for _ in range(STEPS):
+        control.begin()
+        tokens, valid = 1, True
+        while control.rows <= control.most:
+            ease, luck = rng.random(), rng.random()
+            left = False
+            exit_ = control.next(-1)
+            while exit_ is not None:
+                place = next((place for place, border in enumerate(borders[exit_]) if ease < border), BINS - 1)
+                left = control.leaves(exit_, _CENTRES[place])
+                valid = valid and (not left or luck < chances[exit_][place])
+                exit_ = None if left else control.next(exit_)
+            if not left:
+                break
+            tokens += valid
+        control.end(tokens)
+    return control.costs.whole * (control.tokens - MEMORY) / (control.spent - MEMORY * control.costs.whole)

@@ -1,0 +1,508 @@
+"""Early exits: lossless wherever tokens leave, the pool clean whatever happens, exits whole on disk."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace import (
+    AdaDecode,
+    Autoregressive,
+    Decoder,
+    InputError,
+    ModelError,
+    OutpaceWarning,
+    Sampling,
+    SelfSpeculative,
+    UnsupportedModel,
+    UnverifiedAdaDecode,
+)
+from outpace.draft import chain
+from outpace.heads import TRAINABLE, ExitHeads, ExitSettings
+from outpace.heads.blocks import BlockShape
+from outpace.heads.exits import BINS, BORDERS, spread
+from outpace.heads.storing import Stored, fingerprint, load, save
+from outpace.methods.leaving import Calibrated, Costs, costs_of, predict
+from outpace.methods.staircase import Heights, Staircase
+from outpace.models.hf import HFModel
+from outpace.models.toy import Bigram
+from outpace.models.whole import layer_sizes
+from outpace.picture import LAYER, climbs_of, staircase
+from outpace.runtime.costs import CostCurve
+from outpace.runtime.graphs import GraphEngine
+
+from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, tiny, tiny_chain
+
+EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
+
+
+def random_exits(model: Any, layers: Any = (1, 2, 3), seed: int = 0, **given: Any) -> ExitHeads:
+    """Exits near the identity: some guesses are right, some wrong."""
+    torch.manual_seed(seed)
+    heads = ExitHeads(ExitSettings(layers=layers, vocabulary=VOCABULARY, **given), BlockShape(**layer_sizes(model)))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += torch.randn_like(parameter) * 0.1
+    return heads.eval()
+
+
+def write(decoder: Decoder, method: Any, prompt: list[int], sampling: Sampling, length: int = 30) -> Any:
+    found = decoder.generate(prompt, method=decoder.prepare(method), sampling=sampling, max_new_tokens=length)
+    assert decoder.engine.pool.held == 0
+    return found
+
+
+def on_graphs(model: Any, **options: Any) -> Decoder:
+    decoder = Decoder(model)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, **options)
+    return decoder
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_random_exits_change_nothing(name: str) -> None:
+    model = tiny(name)
+    decoder = Decoder(model)
+    rng = random.Random(name)
+    prompt = rng.choices(range(VOCABULARY), k=9)
+    methods = [
+        AdaDecode(random_exits(model), control="fixed", gamma=0.03, pending=4),
+        AdaDecode(random_exits(model, norm="last"), control="fixed", gamma=0.01, pending=1, exits=(2,)),
+        AdaDecode(random_exits(model, (1, 3), output="full")),
+        AdaDecode("original", exits="1, 3", control="fixed", gamma=0.2),
+        SelfSpeculative(exit=3, length=3),
+        SelfSpeculative(),
+    ]
+    early = 0
+    for sampling in [Sampling(), *(Sampling(temperature=0.8, top_p=0.95, seed=seed) for seed in range(5))]:
+        expected = write(decoder, Autoregressive(), prompt, sampling, 20).token_ids
+        for method in methods:
+            found = write(decoder, method, prompt, sampling, 20)
+            assert found.token_ids == expected, method
+            early += sum(source.startswith("exit ") for source in found.sources)
+    assert early > 0
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_exits_any_threshold_any_number_waiting(data: Any) -> None:
+    name = data.draw(st.sampled_from(EIGHT))
+    model = tiny(name)
+    decoder = data.draw(st.sampled_from([_plain(name), _graphs(name)]))
+    layers = sorted(data.draw(st.sets(st.integers(1, 3), min_size=1)))
+    heads = random_exits(
+        model,
+        layers,
+        seed=data.draw(st.integers(0, 3)),
+        norm=data.draw(st.sampled_from(["first", "last"])),
+        output=data.draw(st.sampled_from(["trained", "full"])),
+        frequent=data.draw(st.sampled_from([0, 5, 60])),
+    )
+    method = AdaDecode(
+        heads,
+        control=data.draw(st.sampled_from(["fixed", "calibrated"])),
+        gamma=data.draw(st.sampled_from([0.001, 0.025, 0.03, 0.1, 0.3, 0.92, 1.0])),
+        pending=data.draw(st.integers(1, 9)),
+    )
+    sampling = data.draw(
+        st.builds(
+            Sampling,
+            temperature=st.sampled_from([0.0, 0.0, 0.7, 1.0]),
+            top_k=st.sampled_from([0, 5]),
+            repetition_penalty=st.sampled_from([1.0, 1.3]),
+            logit_bias=st.sampled_from([{}, {5: 2.0, 7: -3.0}]),
+            seed=st.integers(0, 2**40),
+        )
+    )
+    prompt = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20))
+    length = data.draw(st.integers(1, 30))
+    expected = write(_plain(name), Autoregressive(), prompt, sampling, length)
+    assert write(decoder, method, prompt, sampling, length).token_ids == expected.token_ids
+
+
+_known: dict[tuple[str, str], Decoder] = {}
+
+
+def _plain(name: str) -> Decoder:
+    return _known.get(("plain", name)) or _known.setdefault(("plain", name), Decoder(tiny(name)))
+
+
+def _graphs(name: str) -> Decoder:
+    return _known.get(("graphs", name)) or _known.setdefault(("graphs", name), on_graphs(tiny(name), capacity=16))
+
+
+@pytest.mark.parametrize("exact_rows", [0, 8])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2"])
+def test_fixed_rows_climb_the_same_stairs(name: str, exact_rows: int) -> None:
+    """The runtime of CUDA graphs: the device's list of slots must not go stale when guesses are rejected."""
+    model = tiny(name)
+    plain, fixed = Decoder(model), on_graphs(model, exact_rows=exact_rows, capacity=16)
+    method = AdaDecode(random_exits(model), control="fixed", gamma=0.92 if name == "Gemma2" else 0.026, pending=5)
+    steps = [
+        [(step.tokens, step.draft.tokens, step.sources) for step in decoder.stream([5, 9, 5, 9, 7], **options)]
+        for decoder in (plain, fixed)
+        for options in [{"method": decoder.prepare(method), "max_new_tokens": 60}]
+    ]
+    assert steps[0] == steps[1]
+    assert max(len(drafted) for _, drafted, _ in steps[0]) > 2
+    assert fixed.engine.pool.held == 0
+    counts = []
+    for _ in range(2):  # a second text finds its graphs ready
+        fixed.generate([5, 9, 5, 9, 7], method=fixed.prepare(SelfSpeculative()), max_new_tokens=9)
+        counts.append(len(fixed.engine._graphs))  # type: ignore[attr-defined]
+    assert counts[0] == counts[1]
+
+
+def test_texts_take_turns_on_one_engine() -> None:
+    model = tiny("Llama")
+    decoder = on_graphs(model)
+    method = decoder.prepare(AdaDecode(random_exits(model), control="fixed", gamma=0.026))
+    prompts = [[5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9]]
+    alone = [
+        Decoder(model).generate(prompt, method=Autoregressive(), max_new_tokens=20).token_ids for prompt in prompts
+    ]
+    streams = [decoder.stream(prompt, method=method, max_new_tokens=20) for prompt in prompts]
+    texts: list[list[int]] = [[], []]
+    for _ in range(20):
+        for text, stream in zip(texts, streams, strict=True):
+            text += getattr(next(stream, None), "tokens", ())
+    assert texts == alone
+
+
+@pytest.mark.parametrize("name", CHAINS_ONLY)
+def test_models_of_chains_can_defer_layers(name: str) -> None:
+    decoder = Decoder(tiny_chain(name), method="autoregressive")
+    for prompt in ([5, 9, 5, 9, 7], [3]):
+        expected = write(decoder, Autoregressive(), prompt, Sampling()).token_ids
+        for method in (AdaDecode("original", control="fixed", gamma=0.026), SelfSpeculative(length=3)):
+            assert write(decoder, method, prompt, Sampling()).token_ids == expected
+
+
+def test_the_end_of_the_context_changes_nothing() -> None:
+    for name in ("GPT2", "Llama"):
+        decoder = Decoder(tiny(name))
+        prompt = [token % VOCABULARY for token in range(CONTEXT - 12)]
+        expected = write(decoder, Autoregressive(), prompt, Sampling(), 1000).token_ids
+        assert len(expected) == 12
+        method = AdaDecode(random_exits(tiny(name)), control="fixed", gamma=0.001, pending=9)
+        assert write(decoder, method, prompt, Sampling(), 1000).token_ids == expected
+
+
+def test_a_guessed_end_of_text_ends_nothing() -> None:
+    decoder = Decoder(tiny("Llama"))
+    method = AdaDecode(random_exits(tiny("Llama")), control="fixed", gamma=0.001)
+    steps = list(decoder.stream([5, 9, 5], method=decoder.prepare(method), max_new_tokens=30))
+    guessed = {token for step in steps for token in step.draft.tokens[1:]}
+    written = [token for step in steps for token in step.tokens]
+    for end in sorted(guessed)[:12]:
+        decoder.ends = [end]
+        found = write(decoder, method, [5, 9, 5], Sampling()).token_ids
+        assert found == (written[: written.index(end) + 1] if end in written else written)
+
+
+@pytest.mark.parametrize("runtime", ["plain", "graphs"])
+def test_a_closed_stream_leaves_the_pool_clean(runtime: str) -> None:
+    model = tiny("Llama")
+    decoder = Decoder(model) if runtime == "plain" else on_graphs(model)
+    method = decoder.prepare(AdaDecode(random_exits(model), control="fixed", gamma=0.01))
+    stream: Any = decoder.stream([1, 2, 3], method=method, max_new_tokens=50)
+    next(stream)
+    next(stream)
+    assert decoder.engine.pool.held > 0
+    stream.close()
+    assert decoder.engine.pool.held == 0
+
+
+def test_an_interrupt_in_the_middle_of_a_climb_leaves_the_pool_clean() -> None:
+    model = tiny("Llama")
+    decoder = Decoder(model)
+    method = decoder.prepare(AdaDecode(random_exits(model), control="fixed", gamma=0.01))
+    climb, calls = decoder.engine.climb, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        return climb(*args, **kwargs)
+
+    decoder.engine.climb = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate([1, 2, 3], method=method, max_new_tokens=50)
+    assert decoder.engine.pool.held == 0
+    found = decoder.generate([1, 2, 3], method=method, max_new_tokens=20)
+    assert found.token_ids == decoder.generate([1, 2, 3], method=Autoregressive(), max_new_tokens=20).token_ids
+
+
+@given(st.lists(st.integers(1, 11), max_size=8), st.integers(12, 14))
+def test_every_row_climbs_every_layer_once_and_in_order(exits: list[int], top: int) -> None:
+    heights = Heights()
+    ran: dict[int, list[int]] = {}
+    for stop in [*exits, top]:
+        heights.push()
+        ran[len(heights.rows) - 1] = []
+        for first, start, reached in heights.climb(stop):
+            for row in range(first, len(heights.rows)):
+                ran[row] += range(start, reached)
+            for row in range(first):  # what a row sees is written in each layer that it runs
+                assert ran[row] == list(range(len(ran[row])))
+                assert len(ran[row]) >= reached
+    assert all(layers == list(range(top)) for layers in ran.values())
+
+
+def test_a_staircase_computes_what_a_whole_step_does() -> None:
+    engine = Decoder(tiny("Gemma2")).engine
+    with engine.pool.sequence([3]) as sequence:
+        whole = engine.score(sequence, chain(3, [1, 4, 1, 5], "")).logits.clone()
+        engine.pool.free(sequence.drafted)
+        sequence.drafted = []
+        stairs = Staircase(engine, sequence, 5)
+        for token, layer in zip([3, 1, 4, 1, 5], [3, 1, 2, 1, 2], strict=True):
+            stairs.push(token)
+            stairs.climb(layer)
+        torch.testing.assert_close(stairs.finish().logits, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_without_verification_the_text_is_marked_lossy() -> None:
+    decoder = Decoder(tiny("Llama"))
+    exits = random_exits(tiny("Llama"))
+    found = write(decoder, UnverifiedAdaDecode(exits, control="fixed", gamma=0.01), [1, 2, 3], Sampling())
+    assert found.lossless is False
+    assert found.to_json()["lossless"] is False
+    assert "LOSSY" in UnverifiedAdaDecode.about
+    careful = write(decoder, AdaDecode(exits, control="fixed", gamma=0.01), [1, 2, 3], Sampling())
+    assert careful.lossless
+    assert found.token_ids != careful.token_ids
+    assert found.steps < careful.steps
+
+
+def test_the_picture_shows_every_layer_of_every_row_once() -> None:
+    model = tiny("Llama")
+    decoder = Decoder(model)
+    method = decoder.prepare(AdaDecode(random_exits(model), control="fixed", gamma=0.026))
+    ran: list[tuple[int, int, int]] = []
+    climb = decoder.engine.climb
+
+    def watched(sequence: Any, rows: Any, logits: int, start: int = 0, stop: Any = None, *rest: Any) -> Any:
+        ran.append((len(rows), start, stop))
+        return climb(sequence, rows, logits, start, stop, *rest)
+
+    decoder.engine.climb = watched  # type: ignore[method-assign]
+    steps = list(decoder.stream([5, 9, 5, 9, 7], method=method, max_new_tokens=30))
+    for step in steps:
+        found = climbs_of(step, 4)
+        layers: dict[int, list[int]] = {row: [] for row in range(len(step.draft))}
+        there = 0
+        for first, start, stop in found:
+            there = max(there, first + 1)
+            for row in range(first, there):
+                layers[row] += range(start, stop)
+        assert all(each == [0, 1, 2, 3] for each in layers.values())
+    # What ran is what is drawn, but that a row also stops at exits where it does not leave.
+    drawn = sum((stop - start) for step in steps[1:] for _, start, stop in climbs_of(step, 4))
+    assert sum(stop - start for _, start, stop in ran[1:]) == drawn
+    root = ElementTree.fromstring(staircase(steps, 4, lambda token: f"<{token}&"))
+    rows = sum(len(step.draft) for step in steps)
+    assert len(root.findall(".//{*}text[@transform]")) == rows
+    heights = [int(part.get("height", 0)) + 1 for part in root.findall(".//{*}rect")[1:]]
+    assert sum(heights) == rows * 4 * LAYER
+
+
+# Control.
+
+COSTS = Costs(climbs=(8.0, 16.0, 24.0), whole=34.0, probe=2.5, prices=(1.0,) * 16)
+
+
+def counts(*lines: tuple[float, float]) -> Any:
+    """For each exit: the share of tokens in the last bin, and how many of those are right; all others are wrong."""
+    return tuple(
+        (
+            *((round(1000 * (1 - share)) // (BINS - 1), 0),) * (BINS - 1),
+            (round(1000 * share), round(1000 * share * right)),
+        )
+        for share, right in lines
+    )
+
+
+def test_good_exits_are_predicted_to_pay_and_poor_ones_not() -> None:
+    assert predict(counts((0.9, 0.99), (0.95, 0.99), (0.97, 0.99)), COSTS) > 1.8
+    assert predict(counts((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)), COSTS) == pytest.approx(1.0, abs=0.02)
+    good, fair = counts((0.8, 0.95), (0.0, 0.0), (0.0, 0.0)), counts((0.4, 0.7), (0.0, 0.0), (0.0, 0.0))
+    assert predict(good, COSTS) > predict(fair, COSTS) >= 0.98
+
+
+def test_exits_that_cannot_pay_are_not_asked() -> None:
+    control = Calibrated(counts((0.9, 0.2), (0.9, 0.95), (0.9, 0.97)), COSTS)
+    control.begin()
+    assert control.next(-1) == 1
+    assert control.leaves(1, 1.0)
+    assert control.chance == pytest.approx(0.95, abs=0.02)
+
+
+def test_a_chain_ends_when_it_is_too_unlikely() -> None:
+    control = Calibrated(counts((0.99, 0.8), (0.0, 0.0), (0.0, 0.0)), COSTS)
+    control.begin()
+    left = 0
+    while control.next(-1) == 0 and control.leaves(0, 1.0):
+        left += 1
+    assert 2 <= left <= 8
+    assert control.chance * 34 * 0.8 < 12
+
+
+def test_what_a_text_shows_is_learned() -> None:
+    control = Calibrated(counts((0.9, 0.95), (0.0, 0.0), (0.0, 0.0)), COSTS)
+    for _ in range(400):
+        control.learn(0, 1.0, right=False)
+    control.begin()
+    assert control.next(-1) != 0
+
+
+def test_costs_come_from_what_was_measured() -> None:
+    engine = Decoder(tiny("Llama")).engine
+    assumed = costs_of(engine, (1, 3), 0)
+    assert assumed.climbs == (1, 3)
+    assert assumed.whole == pytest.approx(4 + VOCABULARY / (12 * 32))
+    assert assumed.prices[1] > 1
+    # A layer takes 1 ms, the output head 2, each climb 0.5 to begin with.
+    segments = {"0-0": 1.5e-3, "1-1": 1.5e-3, "2-2": 1.5e-3, "3-3": 3.5e-3}
+    engine.costs = CostCurve({}, (1, 16), (128,), ((6.5e-3, 6.5e-3),), segments)
+    measured = costs_of(engine, (1, 3), 0)
+    assert measured.climbs == pytest.approx((1.5, 3.5))
+    assert measured.whole == pytest.approx(6.5)
+    assert measured.probe == pytest.approx(2 + 0.5 + 1 / 12)
+    assert measured.prices[1] == pytest.approx(1)
+    assert costs_of(engine, (1, 3), VOCABULARY // 2).probe < 1.7
+
+
+def test_where_exits_would_not_pay_the_text_is_written_plainly(kept: Path) -> None:
+    decoder = Decoder(tiny("Llama"))
+    with pytest.warns(OutpaceWarning, match=r"predicted to make .* times as fast here"):
+        found = write(decoder, AdaDecode(str(kept)), [1, 2, 3], Sampling())
+    assert found.tokens_per_step == 1
+    assert found.token_ids == write(decoder, Autoregressive(), [1, 2, 3], Sampling()).token_ids
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert write(decoder, AdaDecode(str(kept), control="fixed"), [1, 2, 3], Sampling()).token_ids == found.token_ids
+
+
+# Files and bad input.
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Exits whose calibration says that they are never right."""
+    model = tiny("Llama")
+    never = [[[10, 0]] * BINS] * 3
+    heads = random_exits(model, frequent=40)
+    heads.ids = torch.randperm(VOCABULARY)[:40]
+    save(heads, Stored(fingerprint(HFModel(model)), calibration=never), tmp_path / "exits")
+    return tmp_path / "exits"
+
+
+def test_exits_come_back_from_disk(kept: Path) -> None:
+    heads, stored = load(kept, HFModel(tiny("Llama")), TRAINABLE)
+    assert isinstance(heads, ExitHeads)
+    assert heads.layers == (1, 2, 3)
+    assert heads.settings == ExitSettings(layers=(1, 2, 3), frequent=40, vocabulary=VOCABULARY)
+    assert len(set(heads.ids.tolist())) == 40
+    expected = random_exits(tiny("Llama"), frequent=40)
+    assert torch.equal(heads.maps[1].weight, expected.maps[1].weight.bfloat16().float())
+    assert [len(line) for line in stored.calibration] == [BINS] * 3
+
+
+def test_frequent_tokens_alone_are_compared() -> None:
+    model = tiny("Llama")
+    ends = HFModel(model).ends()
+    hidden = torch.randn(2, 32)
+    for output in ("trained", "full"):
+        few = random_exits(model, frequent=7, output=output)
+        few.ids = torch.tensor([3, 90, 5, 41, 12, 77, 1])
+        every = random_exits(model, output=output).probe(1, hidden, ends)
+        found = few.probe(1, hidden, ends)
+        torch.testing.assert_close(found[:, few.ids], every[:, few.ids])
+        assert int(found.isfinite().sum()) == 14
+
+
+def test_exits_of_another_model_and_broken_files_are_refused(kept: Path) -> None:
+    for other, words in (
+        (tiny("Llama", num_hidden_layers=5), "layers 4, not 5"),
+        (tiny("Llama", seed=1), "other weights"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            Decoder(other).prepare("adadecode", heads=str(kept))
+    with pytest.raises(ModelError, match="after layers 1, 2, 3"):
+        Decoder(tiny("Llama", num_hidden_layers=3)).prepare(AdaDecode(random_exits(tiny("Llama"))))
+    with pytest.raises(InputError, match="'exits'"):
+        Decoder(tiny("Llama")).prepare("medusa", heads=str(kept))
+    file = next(kept.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ModelError, match="cut off"):
+        Decoder(tiny("Llama")).prepare("adadecode", heads=str(kept))
+    (kept / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="no JSON"):
+        Decoder(tiny("Llama")).prepare("adadecode", heads=str(kept))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gamma": 0.0}, "gamma=0 is out of range"),
+        ({"gamma": 1.5}, "gamma=1.5 is out of range"),
+        ({"gamma": "high"}, "must be a number"),
+        ({"pending": 0}, "pending=0 is out of range"),
+        ({"control": "magic"}, "must be 'calibrated' or 'fixed'"),
+        ({"exits": "8,4"}, "the layers must rise"),
+        ({"exits": "2,2"}, "the layers must rise"),
+        ({"exits": "0,2"}, "the layers must rise"),
+        ({"exits": "two"}, "like 8,16,24"),
+        ({"exits": (1.5,)}, "like 8,16,24"),
+        ({"exits": (2, 4), "heads": "original"}, "an exit after layer 4: the model has 4"),
+        ({"exits": (2,), "heads": random_exits(tiny("Llama"), (1, 3))}, "There are exits after 1, 3"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Decoder(tiny("Llama")).prepare(AdaDecode(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"norm": "both"}, "'first' or 'last'"),
+        ({"output": "none"}, "'trained' or 'full' or 'original'"),
+        ({"frequent": -1}, "frequent=-1"),
+        ({"layers": [3, 1]}, "must rise"),
+    ],
+)
+def test_bad_exits_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        ExitSettings(**options)
+
+
+def test_exits_beyond_the_depth_are_refused() -> None:
+    with pytest.raises(InputError, match="an exit after layer 9"):
+        ExitSettings(layers="4,9").for_model(8, 100)
+    with pytest.raises(InputError, match="an exit after layer 4"):
+        Decoder(tiny("Llama")).prepare(SelfSpeculative(exit=4))
+    assert ExitSettings().for_model(30, 100).layers == (3, 7, 11, 15, 18, 22, 26)
+    assert ExitSettings().for_model(4, 100).layers == spread(7, 4) == (1, 2, 3)
+
+
+def test_without_exits_the_error_says_how_to_get_some() -> None:
+    with pytest.raises(ModelError, match="outpace train exits"):
+        Decoder(tiny("Llama")).prepare("adadecode")
+    with pytest.raises(ModelError, match="no folder of exits"):
+        Decoder(tiny("Llama")).prepare("adadecode", heads="/nowhere")
+    with pytest.raises((UnsupportedModel, InputError)):
+        Decoder(Bigram(torch.eye(3))).prepare("self-speculative")
+
+
+def test_bins_have_borders_that_rise() -> None:
+    assert list(BORDERS) == sorted(set(BORDERS))
