@@ -14,6 +14,7 @@ from rich.progress import Progress
 from .board import table_of
 from .decoder import Decoder
 from .errors import InputError
+from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
@@ -56,6 +57,20 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
         chosen = decoder.prepare(name)
         console.print(f"{name}: " + " ".join(f"{key}={getattr(chosen, key)}" for key in chosen.sizes[0].settings))
     console.print("prompt-lookup: as many rows as pay, step by step")
+
+
+def print_receipt(console: Console, receipt: Receipt, tokenizer: Any) -> None:
+    """Each token with its margin, then the verdict."""
+    rows = []
+    for place, mark in enumerate(receipt.marks, 1):
+        notes = [] if mark.token == mark.picked else [f"the model picks {mark.picked}"]
+        notes += ["near-tie"] if place in receipt.near_ties else []
+        text = repr(tokenizer.decode([mark.token])) if tokenizer is not None else ""
+        rows.append([str(place), str(mark.token), text, f"{mark.margin:.4g}", ", ".join(notes)])
+    console.print(table_of(["", "token", "text", "margin", ""], rows), markup=False)
+    for problem in receipt.problems:
+        console.print(problem, markup=False)
+    console.print(receipt.verdict, style="bold green" if receipt.passed else "bold red", markup=False)
 
 
 def check_plot(path: Path | None) -> None:

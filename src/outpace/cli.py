@@ -1,4 +1,4 @@
-"""The command line: `outpace generate`, `race`, `train`, `export`, `calibrate`, `models`.
+"""The command line: `outpace generate`, `race`, `bench`, `verify`, `report`, `train`, `export`, `calibrate`, `models`.
 
 What is asked for goes to standard output, everything else to standard error. torch and transformers take seconds to
 import, so that happens inside the commands, after the arguments are read.
@@ -118,6 +118,9 @@ def generate(
     runtime: Runtime = "auto",
     exact: Exact = False,
     raw: Raw = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write all that the run did to this file, for `outpace verify`.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write an answer to PROMPT."""
@@ -139,10 +142,46 @@ def generate(
     decoder = _load(model, dtype, device, runtime, exact)
     decoder.method = decoder.prepare(name, **given)
     options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop, "raw": raw}
-    if as_json:
+    if trace is not None:
+        _trace(decoder, model, text, options, trace, as_json)
+    elif as_json:
         typer.echo(json.dumps(decoder.generate(text, **options).to_json()))
     else:
         _stream(decoder, text, options)
+
+
+@app.command()
+def verify(
+    trace: Annotated[Path, typer.Argument(help="A file that --trace wrote.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Option(help="Default: the model that the trace names.", show_default=False)
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Scores so near are a near-tie. Default: by the dtype, float32 0.001.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="float32|bfloat16|float16", help="Default: as in the trace.", show_default=False),
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Score the text of a trace again with plain forwards, and pick each token again. Exit code 1 on a failure."""
+    from .board import console_for_output
+    from .chart import print_receipt
+    from .receipt import check
+    from .trace import read_trace
+
+    found = read_trace(trace)
+    decoder = _load(model or found.model, dtype or found.about.get("dtype"), device, "plain")
+    receipt = check(decoder, found, tolerance)
+    if as_json:
+        typer.echo(json.dumps(receipt.to_json()))
+    else:
+        print_receipt(console_for_output(), receipt, decoder.tokenizer)
+    if not receipt.passed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -455,6 +494,26 @@ def _stream(decoder: Decoder, prompt: str, options: dict[str, Any]) -> None:
         typer.echo(step.text, nl=False)
     typer.echo()
     typer.echo(f"{result.method}: {numbers(result)}", err=True)
+
+
+def _trace(decoder: Decoder, model: str, prompt: str, options: dict[str, Any], path: Path, as_json: bool) -> None:
+    """Write as ever, and keep every step in a file."""
+    from .board import numbers
+    from .trace import record
+
+    tokens = decoder.encode(prompt, options.pop("raw"))
+    result, steps = decoder.begin(tokens), []
+    for step in result.follow(decoder.stream(tokens, **options)):
+        steps.append(step)
+        if not as_json:
+            typer.echo(step.text, nl=False)
+    record(decoder, decoder.method, tokens, steps, model=model, **options).save(path)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+        return
+    typer.echo()
+    typer.echo(f"{result.method}: {numbers(result)}", err=True)
+    typer.echo(f"trace in {path}: check it with `outpace verify {path}`", err=True)
 
 
 def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome: Race) -> dict[str, object]:
