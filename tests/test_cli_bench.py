@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
 from .test_cli import assert_refused, folder, generate, outpace
 
 assert folder  # the fixture: a tiny Llama whose tokens are bytes
+
+
+@pytest.fixture(scope="session")
+def wide(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a context that our prompts fit in, letter by letter."""
+    copy = tmp_path_factory.mktemp("wide") / "model"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    return copy
 
 
 class TestVerify:
@@ -54,3 +66,61 @@ class TestVerify:
         assert_refused(outpace("verify", trace, "--model", "/nowhere"), "/nowhere")
         trace.write_text(trace.read_text()[:100])
         assert_refused(outpace("verify", trace), "cut short")
+
+
+SMALL = ("--tasks", "math", "--each", 2, "--max-new-tokens", 10, "--device", "cpu", "--raw")
+
+
+def bench(folder: Path, out: Path, *options: object) -> Result:
+    return outpace("bench", "--model", folder, "--out", out, *SMALL, *options)
+
+
+class TestBench:
+    def test_table(self, wide: Path, tmp_path: Path) -> None:
+        result = bench(wide, tmp_path / "results.json")
+        assert result.exit_code == 0, result.output
+        for word in ("autoregressive", "prompt-lookup", "lookahead", "transformers generate", "2 of 2"):
+            assert word in result.stdout
+        assert "outpace report" in result.stderr
+
+    def test_json_is_all_of_standard_output(self, wide: Path, tmp_path: Path) -> None:
+        out = tmp_path / "results.json"
+        sets = ("--set", "jacobi.window=3", "--set", "jacobi.window=5")
+        result = bench(wide, out, "--methods", "jacobi", *sets, "--no-transformers", "--json")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("\n") == 1
+        found = json.loads(result.stdout)
+        labels = ["autoregressive", "jacobi window=3", "jacobi window=5"]
+        assert [entry["label"] for entry in found["entries"]] == labels
+        assert found["entries"][1]["settings"]["window"] == 3
+        assert found["identical"] is True
+        stored = json.loads(out.read_text())
+        assert stored["summary"] == found["summary"]
+        assert len(stored["runs"]) == 6
+
+    def test_a_second_call_repeats_nothing(self, wide: Path, tmp_path: Path) -> None:
+        out = tmp_path / "results.json"
+        assert bench(wide, out).exit_code == 0
+        runs = json.loads(out.read_text())["runs"]
+        again = bench(wide, out)
+        assert "10 runs were finished before" in again.stderr
+        assert json.loads(out.read_text())["runs"] == runs
+        assert_refused(bench(wide, out, "--max-new-tokens", 11), "another bench", "max_new_tokens was 10")
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--tasks", "maths"), ("unknown task 'maths'", "Did you mean 'math'")),
+            (("--methods", "lookahed"), ("Did you mean 'lookahead'",)),
+            (("--set", "jacobi.window=3"), ("unknown method in this bench 'jacobi'",)),
+            (("--set", "window=3"), ("METHOD.NAME=VALUE",)),
+            (("--set", "lookahead.window=x"), ("must be a whole number",)),
+            (("--repeats", 0), ("repeats=0 must be 1 or more",)),
+            (("--out", "results.txt"), ("must end in .json",)),
+            (("--data", "/nowhere"), ("/nowhere could not be read",)),
+            (("--runtime", "grahps"), ("Did you mean 'graphs'",)),
+            (("--methods", "lookahead,lookahead"), ("two entries of the bench are the same",)),
+        ],
+    )
+    def test_mistakes(self, wide: Path, tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+        assert_refused(bench(wide, tmp_path / "results.json", *options), *words)

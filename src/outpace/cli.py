@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
@@ -18,6 +19,7 @@ from typer.core import TyperGroup
 from .errors import InputError, OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
+    from .bench.entries import Entry as Entered
     from .decoder import Decoder
     from .methods import Method
     from .race import Race
@@ -228,6 +230,85 @@ def race(
             outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, board.show)
         print_race(console, board, entered, outcome)
     if not outcome.identical:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval. Default: 48 prompts of our own.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The results. Finished runs are kept beside it, in a .jsonl file.")] = Path(
+        "results.json"
+    ),
+    model: Model = "smollm2-135m",
+    methods: Annotated[str, typer.Option(help="Names with commas between. Plain decoding is always among them.")] = (
+        "prompt-lookup,lookahead"
+    ),
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="METHOD.NAME=VALUE",
+            help="A setting of a method. May be repeated; the same one with several values measures each.",
+        ),
+    ] = [],  # noqa: B006
+    tasks: Annotated[str, typer.Option(help="Names of tasks with commas between. Default: all.")] = "",
+    each: Annotated[int, typer.Option(help="The first so many questions of each task; 0: all.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Times over all questions.")] = 1,
+    transformers: Annotated[bool, typer.Option(help="Also run transformers' own generate and prompt lookup.")] = True,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    device: Device = None,
+    runtime: Runtime = "auto",
+    exact: Exact = False,
+    raw: Raw = False,
+    as_json: Json = False,
+) -> None:
+    """Measure methods on questions, against plain decoding and transformers. Exit code 1 if a text differs.
+
+    A bench that was stopped goes on where it was when it is called again in the same way.
+    """
+    from .bench.data import choose_questions, own_questions, read_questions
+    from .bench.entries import Ours, Transformers
+    from .bench.harness import Settings, digest, measure
+    from .bench.results import assemble
+    from .board import console_for_output
+    from .chart import print_bench, progress_bar
+    from .picking import Sampling
+    from .trace import write_whole
+
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    known = own_questions() if data is None else read_questions(data)
+    how = Settings(max_new_tokens, repeats, sampling, raw, data.name if data else "", digest(known))
+    questions = choose_questions(known, [name.strip() for name in tasks.split(",") if name.strip()], each)
+    if out.suffix != ".json":
+        raise InputError(f"--out {out}: the file must end in .json.")
+    grid = _grid([name.strip() for name in methods.split(",")], settings, device)
+    decoder, loaded = _load_both(model, dtype, device, runtime, exact)
+    entries: list[Entered] = [Ours(decoder, decoder.prepare(name, **given), label) for label, name, given in grid]
+    if transformers:
+        entries += [Transformers(decoder, loaded), Transformers(decoder, loaded, lookup=True)]
+    with progress_bar("measuring") as show:
+        measured = measure(decoder, entries, questions, how, out.with_suffix(".jsonl"), show)
+    results = assemble(decoder, entries, questions, how, measured)
+    write_whole(out, json.dumps(results))
+    if measured.resumed:
+        typer.echo(f"{measured.resumed} runs were finished before, in {out.with_suffix('.jsonl')}", err=True)
+    if as_json:
+        kept = ("version", "date", "about", "settings", "entries", "identical", "summary", "skipped")
+        typer.echo(json.dumps({"file": str(out), **{name: results[name] for name in kept}}))
+    else:
+        print_bench(console_for_output(), results)
+        typer.echo(f"kept in {out}: draw it with `outpace report {out}`", err=True)
+    if not results["identical"]:
         raise typer.Exit(1)
 
 
@@ -447,6 +528,29 @@ def _entries(names: Sequence[str], settings: Iterable[str], device: str | None) 
     return [_entry(name, given[name], device) for name in names]
 
 
+def _grid(
+    names: Sequence[str], settings: Sequence[str], device: str | None
+) -> list[tuple[str, str, dict[str, object]]]:
+    """The methods of a bench with their settings: label, name, settings. Plain decoding comes first."""
+    plain = "autoregressive"
+    names = [plain, *(name for name in names if name != plain)]
+    choices: dict[str, dict[str, list[str]]] = {name: {} for name in names}
+    for setting in settings:
+        for name, given in _grouped(names, [setting], "method in this bench", _FORM).items():
+            for key, value in given.items():
+                choices[name].setdefault(key, []).append(value)
+    found = []
+    for name in names:
+        for values in product(*choices[name].values()):
+            chosen = dict(zip(choices[name], values, strict=True))
+            label = " ".join([name, *(f"{key}={value}" for key, value in chosen.items())])
+            found.append((label, *_entry(name, chosen, device)))
+    return found
+
+
+_FORM = "METHOD.NAME=VALUE, as in --set lookahead.window=5"
+
+
 def _grouped(names: Sequence[str], settings: Iterable[str], kind: str, form: str) -> dict[str, dict[str, str]]:
     """Settings like OWNER.NAME=VALUE by owner."""
     given: dict[str, dict[str, str]] = {name: {} for name in names}
@@ -473,16 +577,21 @@ def _load(model: str, dtype: str | None, device: str | None, runtime: str, exact
     return load(model, method="autoregressive", dtype=dtype, device=device, runtime=runtime, exact=exact)
 
 
-def _load_both(model: str, dtype: str | None, device: str | None) -> tuple[Decoder, Any]:
+def _load_both(
+    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool = False
+) -> tuple[Decoder, Any]:
     """A decoder and the transformers model in it."""
     from transformers.utils import logging
 
     from .decoder import Decoder
     from .models.loading import load
+    from .runtime.choose import RUNTIMES
 
+    if runtime not in RUNTIMES:
+        raise UnknownNameError("runtime", runtime, RUNTIMES)
     logging.disable_progress_bar()
     loaded = load(model, dtype, device)
-    return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime="plain"), loaded.model
+    return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime=runtime, exact=exact), loaded.model
 
 
 def _stream(decoder: Decoder, prompt: str, options: dict[str, Any]) -> None:
