@@ -282,8 +282,8 @@ def bench(
     from .bench.results import assemble
     from .board import console_for_output
     from .chart import print_bench, progress_bar
+    from .files import write_whole
     from .picking import Sampling
-    from .trace import write_whole
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     known = own_questions() if data is None else read_questions(data)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 from .draft import Draft, Step
 from .errors import InputError, UnsupportedModel
+from .files import read_json, write_whole
 from .heads.storing import fingerprint
 from .methods import Method
 from .models.adapter import Model
@@ -98,13 +99,7 @@ def record(
 
 def read_trace(path: Path) -> Trace:
     """A trace that was saved. Raises InputError for a file that is none, is cut short, or is of another version."""
-    try:
-        stored = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path} could not be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise InputError(f"{path} is no whole JSON, so it is no trace or is cut short: {error}.") from error
-    check_version(path, stored, KIND, VERSION)
+    stored = read_json(path, KIND, VERSION)
     try:
         return Trace(
             model=_of(str, stored["model"]),
@@ -122,28 +117,6 @@ def read_trace(path: Path) -> Trace:
         raise InputError(f"{path} is no whole trace: it has no {error}.") from error
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         raise InputError(f"{path} is a broken trace: {error}") from error
-
-
-def check_version(path: Path, stored: Any, kind: str, version: int) -> None:
-    """Raise InputError unless the JSON is of this kind and version."""
-    if not isinstance(stored, Mapping) or stored.get("kind") != kind:
-        raise InputError(f"{path} is not an {kind} file.")
-    if stored.get("version") != version:
-        raise InputError(
-            f"{path} is of version {stored.get('version')!r}; this Outpace ({__version__}) reads version {version}. "
-            "Make it again, or use the Outpace that wrote it."
-        )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    half = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half.write_text(text)
-        half.replace(path)
-    except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror}.") from error
 
 
 def about(engine: Engine) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..trace import check_version
+from ..files import check_version
 
 KIND, VERSION = "outpace bench runs", 1
 

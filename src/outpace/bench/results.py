@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..decoder import Decoder
-from ..errors import InputError
-from ..trace import about, check_version, fingerprint_of
+from ..files import read_json
+from ..trace import about, fingerprint_of
 from .data import Question
 from .entries import Entry
 from .harness import Measured, Settings
@@ -59,15 +59,8 @@ def assemble(
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A results file of this version. Raises InputError for any other file."""
-    try:
-        stored = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path} could not be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise InputError(f"{path} is no whole JSON: {error}.") from error
-    check_version(path, stored, KIND, VERSION)
-    return dict(stored)
+    """A results file of this version."""
+    return read_json(path, KIND, VERSION)
 
 
 def summarize(runs: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
