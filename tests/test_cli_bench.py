@@ -124,3 +124,22 @@ class TestBench:
     )
     def test_mistakes(self, wide: Path, tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
         assert_refused(bench(wide, tmp_path / "results.json", *options), *words)
+
+
+class TestReport:
+    def test_page(self, wide: Path, tmp_path: Path) -> None:
+        out = tmp_path / "results.json"
+        bench(wide, out)
+        result = outpace("report", out, "-o", tmp_path / "deep" / "race.html")
+        assert result.exit_code == 0, result.output
+        assert result.stdout == ""
+        assert "file://" in result.stderr
+        page = (tmp_path / "deep" / "race.html").read_text()
+        assert "transformers prompt lookup" in page
+        assert len(page) < 2_000_000
+
+    def test_mistakes(self, tmp_path: Path) -> None:
+        assert_refused(outpace("report", tmp_path / "none.json"), "none.json could not be read")
+        (tmp_path / "other.json").write_text("{}")
+        assert_refused(outpace("report", tmp_path / "other.json"), "is not an outpace bench file")
+        assert_refused(outpace("report", tmp_path / "other.json", "-o", "page.pdf"), "must end in .html")

@@ -313,6 +313,22 @@ def bench(
 
 
 @app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="A file that `outpace bench` wrote.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Draw RESULTS as one page: the race, the guesses step by step, charts. It needs no network."""
+    from .report import write_report
+
+    if out.suffix not in (".html", ".htm"):
+        raise InputError(f"--out {out}: the file must end in .html.")
+    left_out = write_report(results, out)
+    if left_out:
+        typer.echo(f"to keep the page small, the races on {', '.join(left_out)} are not in it", err=True)
+    typer.echo(f"written to {out}: open it in a browser, {out.resolve().as_uri()}", err=True)
+
+
+@app.command()
 def calibrate(
     model: Model = "smollm2-135m",
     dtype: Dtype = None,
