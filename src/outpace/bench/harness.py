@@ -108,7 +108,7 @@ class _Bench:
             "settings": {name: value for name, value in settings.to_json().items() if name != "repeats"},
         }
         self._journal = Journal(journal, common)
-        self._resumed = len(self._journal.runs)
+        self._resumed = 0
         self._show = show
         self._warm = False
 
@@ -141,7 +141,9 @@ class _Bench:
             which = (number + turn) % count
             entry = self._entries[which]
             self._show((number + turn / count) / places, f"{place.question.task}: {entry.label}")
-            found[which] = self._journal.runs.get(place.key(entry)) or self._run(entry, place, prompt)
+            finished = self._journal.runs.get(place.key(entry))
+            self._resumed += finished is not None
+            found[which] = finished or self._run(entry, place, prompt)
         return [found[which] for which in range(count)]
 
     def _run(self, entry: Entry, place: Place, prompt: list[int]) -> dict[str, Any]:
