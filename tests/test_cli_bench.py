@@ -98,6 +98,15 @@ class TestBench:
         assert stored["summary"] == found["summary"]
         assert len(stored["runs"]) == 6
 
+    def test_every_run_of_ours_can_be_verified(self, wide: Path, tmp_path: Path) -> None:
+        sampled = ("--temperature", 0.7, "--seed", 3, "--set", "lookahead.window=3")
+        assert bench(wide, tmp_path / "results.json", *sampled, "--traces", tmp_path / "traces").exit_code == 0
+        traces = sorted((tmp_path / "traces").iterdir())
+        assert len(traces) == 6
+        assert traces[1].name == "math-0-0-0-lookahead_window=3.json"
+        for trace in traces:
+            assert outpace("verify", trace, "--device", "cpu").exit_code == 0
+
     def test_a_second_call_repeats_nothing(self, wide: Path, tmp_path: Path) -> None:
         out = tmp_path / "results.json"
         assert bench(wide, out).exit_code == 0

@@ -260,6 +260,9 @@ def bench(
     tasks: Annotated[str, typer.Option(help="Names of tasks with commas between. Default: all.")] = "",
     each: Annotated[int, typer.Option(help="The first so many questions of each task; 0: all.")] = 0,
     repeats: Annotated[int, typer.Option(help="Times over all questions.")] = 1,
+    traces: Annotated[
+        Path | None, typer.Option(help="A folder: each new run of ours leaves a trace there, for `outpace verify`.")
+    ] = None,
     transformers: Annotated[bool, typer.Option(help="Also run transformers' own generate and prompt lookup.")] = True,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -293,11 +296,13 @@ def bench(
         raise InputError(f"--out {out}: the file must end in .json.")
     grid = _grid([name.strip() for name in methods.split(",")], settings, device)
     decoder, loaded = _load_both(model, dtype, device, runtime, exact)
-    entries: list[Entered] = [Ours(decoder, decoder.prepare(name, **given), label) for label, name, given in grid]
+    entries: list[Entered] = [
+        Ours(decoder, decoder.prepare(name, **given), label, model) for label, name, given in grid
+    ]
     if transformers:
         entries += [Transformers(decoder, loaded), Transformers(decoder, loaded, lookup=True)]
     with progress_bar("measuring") as show:
-        measured = measure(decoder, entries, questions, how, out.with_suffix(".jsonl"), show)
+        measured = measure(decoder, entries, questions, how, out.with_suffix(".jsonl"), show, traces)
     results = assemble(decoder, entries, questions, how, measured)
     write_whole(out, json.dumps(results))
     if measured.resumed:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from ..draft import Step
 from ..methods import Method
 from ..picking import Sampling
 from ..text import TextStream
-from ..trace import settings_of
+from ..trace import record, settings_of
 
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 
@@ -50,6 +51,7 @@ class Task:
     sampling: Sampling
     max_new_tokens: int
     record: bool = False
+    trace: Path | None = None  # where a trace goes, for methods of ours
 
 
 class Entry(Protocol):
@@ -71,8 +73,9 @@ class Ours:
 
     own = True
 
-    def __init__(self, decoder: Decoder, method: Method, label: str | None = None) -> None:
+    def __init__(self, decoder: Decoder, method: Method, label: str | None = None, model: str | None = None) -> None:
         self._decoder = decoder
+        self._model = model  # the name to load it by, for traces
         self._method = decoder.prepare(method)
         self.name = method.name
         self.label = label or method.name
@@ -86,6 +89,8 @@ class Ours:
         for step in result.follow(self._decoder.stream(task.prompt, method=self._method, **options)):
             steps.append(step)
             times.append(result.seconds)
+        if task.trace is not None:
+            record(self._decoder, self._method, task.prompt, steps, model=self._model, **options).save(task.trace)
         lane = lane_of(steps, times, self._decoder.tokenizer) if task.record else None
         return _finished(result, steps, lane)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -60,6 +61,11 @@ class Place:
         where = [self.question.task, self.question.number, self.turn, self.repeat]
         return json.dumps([entry.label, dict(entry.settings), *where], default=str)
 
+    def file(self, entry: Entry) -> str:
+        """The name of a run's trace."""
+        parts = [self.question.task, self.question.number, self.turn, self.repeat, entry.label]
+        return re.sub(r"[^\w.=-]+", "_", "-".join(map(str, parts))) + ".json"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -80,9 +86,13 @@ def measure(
     settings: Settings,
     journal: Path,
     show: Show = lambda share, text="": None,
+    traces: Path | None = None,
 ) -> Measured:
-    """Run everything that is not in the journal yet. The first entry is plain decoding, which others must equal."""
-    return _Bench(decoder, entries, questions, settings, journal, show).run()
+    """Run everything that is not in the journal yet. The first entry is plain decoding, which others must equal.
+
+    With `traces`, each run of ours leaves one in that folder.
+    """
+    return _Bench(decoder, entries, questions, settings, journal, show, traces).run()
 
 
 class _Bench:
@@ -94,6 +104,7 @@ class _Bench:
         settings: Settings,
         journal: Path,
         show: Show,
+        traces: Path | None,
     ) -> None:
         labels = [entry.label for entry in entries]
         if len(set(labels)) < len(labels):
@@ -110,6 +121,7 @@ class _Bench:
         self._journal = Journal(journal, common)
         self._resumed = 0
         self._show = show
+        self._traces = traces
         self._warm = False
 
     def run(self) -> Measured:
@@ -149,7 +161,8 @@ class _Bench:
     def _run(self, entry: Entry, place: Place, prompt: list[int]) -> dict[str, Any]:
         self._warm_up()
         first = (place.repeat, place.question.number, place.turn) == (0, 0, 0)
-        run = entry.run(Task(prompt, self._settings.sampling, self._settings.max_new_tokens, record=first))
+        trace = None if self._traces is None else self._traces / place.file(entry)
+        run = entry.run(Task(prompt, self._settings.sampling, self._settings.max_new_tokens, first, trace))
         where = {
             "label": entry.label,
             "task": place.question.task,
