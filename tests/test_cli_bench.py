@@ -147,8 +147,19 @@ class TestReport:
         assert "transformers prompt lookup" in page
         assert len(page) < 2_000_000
 
+    @pytest.mark.parametrize("as_json", [(), ("--json",)])
+    def test_a_race_as_a_page(self, folder: Path, tmp_path: Path, as_json: tuple[str, ...]) -> None:
+        options = ("--model", folder, "--device", "cpu", "--max-new-tokens", 12)
+        result = outpace("race", "hello", *options, "--page", tmp_path / "race.html", *as_json)
+        assert result.exit_code == 0, result.output
+        assert "race.html" in result.stderr
+        page = (tmp_path / "race.html").read_text()
+        for name in ("autoregressive", "jacobi", "prompt-lookup", "lookahead"):
+            assert f'"label":"{name}"' in page
+        assert_refused(outpace("race", "hello", *options, "--page", "race.pdf"), "must end in .html")
+
     def test_mistakes(self, tmp_path: Path) -> None:
         assert_refused(outpace("report", tmp_path / "none.json"), "none.json could not be read")
         (tmp_path / "other.json").write_text("{}")
         assert_refused(outpace("report", tmp_path / "other.json"), "is not an outpace bench file")
-        assert_refused(outpace("report", tmp_path / "other.json", "-o", "page.pdf"), "must end in .html")
+        assert_refused(outpace("report", tmp_path / "other.json", "-o", "page.pdf"), "a page must end in .html")

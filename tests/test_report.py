@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +124,18 @@ def test_it_reads_what_the_bench_writes_and_nothing_older(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"version 0; this Outpace .* reads version 1"):
         write_report(path, page)
     assert not page.exists()
+
+
+@pytest.mark.skipif(
+    find_spec("playwright") is None or shutil.which("chromium") is None, reason="needs playwright and chromium"
+)
+def test_in_a_browser(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(render(results(races=2, steps=9))[0], encoding="utf-8")
+    script = Path(__file__).parents[1] / "scripts" / "look.py"
+    done = subprocess.run([sys.executable, script, page, "--out", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("report-*.png"))) == 4
 
 
 def test_without_races_and_costs() -> None:

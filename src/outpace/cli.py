@@ -20,7 +20,8 @@ from .errors import InputError, OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
     from .bench.entries import Entry as Entered
-    from .decoder import Decoder
+    from .decoder import Decoder, Result
+    from .draft import Step
     from .methods import Method
     from .race import Race
 
@@ -208,27 +209,39 @@ def race(
     runtime: Runtime = "auto",
     exact: Exact = False,
     raw: Raw = False,
+    page: Annotated[Path | None, typer.Option(help="Also write the race as a page (.html), to play it again.")] = None,
     as_json: Json = False,
 ) -> None:
     """Let several methods write the same answer, one after another, and compare. Exit code 1 if the texts differ."""
+    from .bench.harness import Settings
+    from .bench.recording import Recorder
     from .board import Board, console_for_output, print_race
     from .picking import Sampling
     from .race import run
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    _check_page(page)
     entries = _entries(methods.split(","), settings, device)
     text = _read(prompt)
     decoder = _load(model, dtype, device, runtime, exact)
     entered = [decoder.prepare(name, **given) for name, given in entries]
+    recorder = Recorder(decoder, entered)
     if as_json:
-        outcome = run(decoder, entered, text, sampling, max_new_tokens, raw)
+        outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, recorder.show)
         typer.echo(json.dumps(_race_json(decoder, entered, text, outcome)))
     else:
         console = console_for_output()
         board = Board(console, entered, decoder.tokenizer)
+
+        def show(number: int, lane: Result, step: Step) -> None:
+            recorder.show(number, lane, step)
+            board.show(number, lane, step)
+
         with board:
-            outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, board.show)
+            outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, show)
         print_race(console, board, entered, outcome)
+    if page is not None:
+        _write_page(recorder.results(text, Settings(max_new_tokens, sampling=sampling, raw=raw), outcome), page)
     if not outcome.identical:
         raise typer.Exit(1)
 
@@ -323,14 +336,8 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
 ) -> None:
     """Draw RESULTS as one page: the race, the guesses step by step, charts. It needs no network."""
-    from .report import write_report
-
-    if out.suffix not in (".html", ".htm"):
-        raise InputError(f"--out {out}: the file must end in .html.")
-    left_out = write_report(results, out)
-    if left_out:
-        typer.echo(f"to keep the page small, the races on {', '.join(left_out)} are not in it", err=True)
-    typer.echo(f"written to {out}: open it in a browser, {out.resolve().as_uri()}", err=True)
+    _check_page(out)
+    _write_page(results, out)
 
 
 @app.command()
@@ -644,6 +651,20 @@ def _trace(decoder: Decoder, model: str, prompt: str, options: dict[str, Any], p
     typer.echo()
     typer.echo(f"{result.method}: {numbers(result)}", err=True)
     typer.echo(f"trace in {path}: check it with `outpace verify {path}`", err=True)
+
+
+def _check_page(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".html", ".htm"):
+        raise InputError(f"{path}: a page must end in .html.")
+
+
+def _write_page(results: Path | dict[str, Any], path: Path) -> None:
+    from .report import write_report
+
+    left_out = write_report(results, path)
+    if left_out:
+        typer.echo(f"to keep the page small, the races on {', '.join(left_out)} are not in it", err=True)
+    typer.echo(f"written to {path}: open it in a browser, {path.resolve().as_uri()}", err=True)
 
 
 def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome: Race) -> dict[str, object]:

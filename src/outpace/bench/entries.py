@@ -92,7 +92,7 @@ class Ours:
         if task.trace is not None:
             record(self._decoder, self._method, task.prompt, steps, model=self._model, **options).save(task.trace)
         lane = lane_of(steps, times, self._decoder.tokenizer) if task.record else None
-        return _finished(result, steps, lane)
+        return finished(result, steps, lane)
 
 
 class Transformers:
@@ -197,7 +197,8 @@ def _texts(tokens: Sequence[int], text: TextStream | None) -> list[str]:
     return texts
 
 
-def _finished(result: Result, steps: Sequence[Step], lane: list[dict[str, Any]] | None) -> Run:
+def finished(result: Result, steps: Sequence[Step], lane: list[dict[str, Any]] | None) -> Run:
+    """What is kept of a run of ours."""
     offered, accepted = Counter[int](), Counter[int]()
     for step in steps:
         offered.update(range(1, 1 + max(step.draft.depths[: step.draft.candidates])))

@@ -211,18 +211,23 @@ class _Bench:
         compared = []
         for entry, run in zip(self._entries, found, strict=True):
             if not entry.own and self._settings.sampling.temperature > 0:
-                verdict: dict[str, Any] = {"equal": None, "differs_at": None, "gap": None}  # its noise is another
+                verdict = {"equal": None, "differs_at": None, "gap": None}  # its noise is another
             else:
-                place = first_difference(plain, run["token_ids"])
-                gap = None if place is None or place > len(plain) else self._gap(prompt, plain[:place])
-                verdict = {"equal": place is None, "differs_at": place, "gap": gap}
+                verdict = compare(self._decoder, prompt, plain, run["token_ids"], self._settings.sampling)
             compared.append({**{name: value for name, value in run.items() if name != "key"}, **verdict})
         return compared
 
-    def _gap(self, prompt: list[int], answer: list[int]) -> float:
-        """How far apart the two best scores are at the answer's last token."""
-        *_, last = judge(self._decoder.engine, prompt, answer, self._settings.sampling)
-        return last.margin
+
+def compare(
+    decoder: Decoder, prompt: list[int], plain: Sequence[int], found: Sequence[int], sampling: Sampling
+) -> dict[str, Any]:
+    """Whether a text is plain decoding's; else where it leaves it, and how far apart the two best scores are there."""
+    place = first_difference(plain, found)
+    gap = None
+    if place is not None and place <= len(plain):
+        *_, last = judge(decoder.engine, prompt, plain[:place], sampling)
+        gap = last.margin
+    return {"equal": place is None, "differs_at": place, "gap": gap}
 
 
 def digest(questions: Sequence[Question]) -> str:

@@ -136,9 +136,9 @@ def _races(decoder: Decoder, questions: Sequence[Question], runs: Sequence[dict[
     ]
 
 
-def _words(decoder: Decoder, lanes: Iterable[dict[str, Any]]) -> dict[int, str]:
+def _words(decoder: Decoder, lanes: Iterable[dict[str, Any]]) -> dict[str, str]:
     drafts = [step["draft"] for lane in lanes for step in lane["steps"] if "draft" in step]
     tokens = sorted({token for draft in drafts for token in draft["tokens"]})
     if decoder.tokenizer is None:
-        return {token: str(token) for token in tokens}
-    return {token: decoder.tokenizer.decode([token]) for token in tokens}
+        return {str(token): str(token) for token in tokens}
+    return {str(token): decoder.tokenizer.decode([token]) for token in tokens}

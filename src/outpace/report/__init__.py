@@ -18,9 +18,9 @@ ROOM = 1_500_000  # bytes for recorded races; the page stays below 2 MB
 _MARK = "/*DATA*/null"
 
 
-def write_report(results: Path, page: Path) -> list[str]:
+def write_report(results: Path | Mapping[str, Any], page: Path) -> list[str]:
     """Write the page, and return the tasks whose races were left out because the page would grow too large."""
-    html, left_out = render(read_json(results, KIND, VERSION))
+    html, left_out = render(read_json(results, KIND, VERSION) if isinstance(results, Path) else results)
     write_whole(page, html)
     return left_out
 
