@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -223,10 +224,10 @@ def compare(
 ) -> dict[str, Any]:
     """Whether a text is plain decoding's; else where it leaves it, and how far apart the two best scores are there."""
     place = first_difference(plain, found)
-    gap = None
+    gap: float | None = None
     if place is not None and place <= len(plain):
         *_, last = judge(decoder.engine, prompt, plain[:place], sampling)
-        gap = last.margin
+        gap = last.margin if math.isfinite(last.margin) else None
     return {"equal": place is None, "differs_at": place, "gap": gap}
 
 
