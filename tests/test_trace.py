@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ import torch
 from outpace import (
     Autoregressive,
     Decoder,
+    DraftModel,
     InputError,
     InvalidLogits,
     Jacobi,
     Lookahead,
+    Medusa,
     Method,
     ModelError,
     PromptLookup,
@@ -25,7 +28,7 @@ from outpace import (
 )
 from outpace.models.toy import Bigram
 from outpace.receipt import Receipt, check
-from outpace.trace import Trace, read_trace, record
+from outpace.trace import Trace, read_trace, record, settings_of
 
 from .conftest import CONTEXT, tiny, tiny_chain
 
@@ -224,6 +227,18 @@ def test_processors_cannot_be_written() -> None:
     decoder = Decoder(tiny("Llama"))
     with pytest.raises(InputError, match="processors are code"):
         write(decoder, Autoregressive(), Sampling(processors=[lambda ids, scores: scores]))
+
+
+def test_settings_are_plain_values() -> None:
+    class Ready(NamedTuple):
+        heads: torch.nn.Module
+
+    method = replace(Medusa(tree=((0,), (0, 0))), heads=Ready(torch.nn.Linear(2, 2)))
+    found = settings_of(method)
+    assert found["heads"] == "Ready"
+    assert found["tree"] == [[0], [0, 0]]
+    assert json.loads(json.dumps(found)) == found
+    assert settings_of(DraftModel(model=Bigram(torch.eye(3))))["model"] == "bigram"
 
 
 def test_nan_and_bad_tolerances() -> None:

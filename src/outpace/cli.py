@@ -310,7 +310,7 @@ def bench(
     grid = _grid([name.strip() for name in methods.split(",")], settings, device)
     decoder, loaded = _load_both(model, dtype, device, runtime, exact)
     entries: list[Entered] = [
-        Ours(decoder, decoder.prepare(name, **given), label, model) for label, name, given in grid
+        Ours(decoder, decoder.prepare(name, **given), label, given, model) for label, name, given in grid
     ]
     if transformers:
         entries += [Transformers(decoder, loaded), Transformers(decoder, loaded, lookup=True)]

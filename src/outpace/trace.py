@@ -133,9 +133,16 @@ def fingerprint_of(model: Model) -> dict[str, Any]:
 
 
 def settings_of(method: Method) -> dict[str, Any]:
-    """A method's settings by name; a model among them by its name."""
-    values = {item.name: getattr(method, item.name) for item in dataclasses.fields(method)}
-    return {name: getattr(value, "name", value) for name, value in values.items()}
+    """A method's settings by name, as plain values: a model among them by its name, loaded heads by their type."""
+    return {item.name: _plain(getattr(method, item.name)) for item in dataclasses.fields(method)}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if type(value) in (list, tuple):
+        return [_plain(item) for item in value]
+    return getattr(value, "name", None) or type(value).__name__
 
 
 def sampling_to_json(sampling: Sampling) -> dict[str, Any]:

@@ -73,13 +73,23 @@ class Ours:
 
     own = True
 
-    def __init__(self, decoder: Decoder, method: Method, label: str | None = None, model: str | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        method: Method,
+        label: str | None = None,
+        given: Mapping[str, Any] | None = None,
+        model: str | None = None,
+    ) -> None:
         self._decoder = decoder
         self._model = model  # the name to load it by, for traces
         self._method = decoder.prepare(method)
         self.name = method.name
         self.label = label or method.name
-        self.settings: Mapping[str, Any] = settings_of(self._method)
+        self.settings: Mapping[str, Any] = {
+            **settings_of(self._method),
+            **(given or {}),
+        }  # as given: the folder of heads
         self.lossless = method.lossless
 
     def run(self, task: Task) -> Run:

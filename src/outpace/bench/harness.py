@@ -60,7 +60,7 @@ class Place:
     def key(self, entry: Entry) -> str:
         """The name of a run. Other settings are another run."""
         where = [self.question.task, self.question.number, self.turn, self.repeat]
-        return json.dumps([entry.label, dict(entry.settings), *where], default=str)
+        return json.dumps([entry.label, dict(entry.settings), *where])
 
     def file(self, entry: Entry) -> str:
         """The name of a run's trace."""

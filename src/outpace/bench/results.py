@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -43,7 +42,7 @@ def assemble(
             {
                 "label": entry.label,
                 "name": entry.name,
-                "settings": json.loads(json.dumps(dict(entry.settings), default=str)),
+                "settings": dict(entry.settings),
                 "lossless": entry.lossless,
                 "own": entry.own,
             }
