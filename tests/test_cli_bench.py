@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from .test_cli import assert_refused, folder, generate, outpace
+from .test_cli import assert_refused, folder, generate, heads, outpace
 
-assert folder  # the fixture: a tiny Llama whose tokens are bytes
+assert folder  # fixtures: a tiny Llama whose tokens are bytes
+assert heads  # and heads for it
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +67,20 @@ class TestVerify:
         assert_refused(outpace("verify", trace, "--model", "/nowhere"), "/nowhere")
         trace.write_text(trace.read_text()[:100])
         assert_refused(outpace("verify", trace), "cut short")
+
+
+def test_heads_can_be_raced_traced_measured_and_verified(folder: Path, heads: Path, tmp_path: Path) -> None:
+    options = ("--model", folder, "--device", "cpu", "--max-new-tokens", 10)
+    given = ("--set", f"medusa.heads={heads / 'medusa'}")
+    raced = outpace("race", "hello", *options, "--methods", "autoregressive,medusa", *given, "--json")
+    assert json.loads(raced.stdout)["identical"] is True
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "1?", "answer": "1"}))
+    files = ("--data", tmp_path / "questions.jsonl", "--out", tmp_path / "results.json", "--traces", tmp_path / "t")
+    result = outpace("bench", *options, "--methods", "medusa", *given, *files, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["entries"][1]["settings"]["heads"] == str(heads / "medusa")
+    for trace in (tmp_path / "t").iterdir():
+        assert outpace("verify", trace, "--device", "cpu").exit_code == 0
 
 
 SMALL = ("--tasks", "math", "--each", 2, "--max-new-tokens", 10, "--device", "cpu", "--raw")
