@@ -18,9 +18,10 @@ import torch
 
 from ..decoder import Decoder, Result
 from ..draft import Step
+from ..loop import decode
 from ..methods import Method
 from ..picking import Sampling
-from ..text import TextStream
+from ..text import Ending, TextStream
 from ..trace import record, settings_of
 
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
@@ -86,17 +87,15 @@ class Ours:
         self._method = decoder.prepare(method)
         self.name = method.name
         self.label = label or method.name
-        self.settings: Mapping[str, Any] = {
-            **settings_of(self._method),
-            **(given or {}),
-        }  # as given: the folder of heads
+        self.settings: Mapping[str, Any] = {**settings_of(self._method), **(given or {})}  # heads by their folder
         self.lossless = method.lossless
 
     def run(self, task: Task) -> Run:
         options: dict[str, Any] = {"sampling": task.sampling, "max_new_tokens": task.max_new_tokens}
-        result = self._decoder.begin(task.prompt, self._method)
+        engine, result = self._decoder.engine, self._decoder.begin(task.prompt, self._method)
         steps, times = list[Step](), list[float]()
-        for step in result.follow(self._decoder.stream(task.prompt, method=self._method, **options)):
+        ending = Ending(min(task.max_new_tokens, engine.model.context - len(task.prompt)), self._decoder.ends)
+        for step in result.follow(decode(engine, self._method, task.prompt, task.sampling, ending)):
             steps.append(step)
             times.append(result.seconds)
         if task.trace is not None:
@@ -138,8 +137,9 @@ class Transformers:
         ends = self._decoder.ends
         pad = settings.pad_token_id if settings.pad_token_id is not None else (ends[0] if ends else 0)
         devices = [ids.device] if ids.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(sampling.seed)
+        with torch.random.fork_rng(devices, enabled=sampling.temperature > 0):
+            if sampling.temperature > 0:
+                torch.manual_seed(sampling.seed)
             output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
