@@ -5,7 +5,7 @@ READY := .venv/.ready
 .PHONY: demo test test-all lint format clean
 
 demo: $(READY)
-	$(BIN)/outpace race
+	$(BIN)/outpace race --page out/race.html
 
 test: $(READY)
 	$(BIN)/pytest -m "not slow"

@@ -54,7 +54,8 @@ def transformers_greedy(decoder: Decoder, prompt: str, length: int) -> list[int]
 
 def test_prompts_cover_six_tasks() -> None:
     assert len(PROMPTS) == 6
-    assert len(set(LISTED)) == 30
+    assert [len(group) for group in PROMPTS.values()] == [8] * 6
+    assert len(set(LISTED)) == 48
 
 
 @pytest.mark.parametrize("prompt", [PROMPTS["code"][0], PROMPTS["translation"][1]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from .draft import Step
 from .methods import Method
 from .race import Race
 from .text import TextStream
+from .trace import settings_of as settings_of
 
 
 def numbers(run: Result) -> str:
@@ -39,12 +39,6 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def settings_of(method: Method) -> dict[str, object]:
-    """A method's settings by name; a model among them by its name."""
-    values = {item.name: getattr(method, item.name) for item in dataclasses.fields(method)}
-    return {name: getattr(value, "name", value) for name, value in values.items()}
 
 
 def console_for_output() -> Console:

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from .board import table_of
 from .decoder import Decoder
 from .errors import InputError
+from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
@@ -56,6 +57,59 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
         chosen = decoder.prepare(name)
         console.print(f"{name}: " + " ".join(f"{key}={getattr(chosen, key)}" for key in chosen.sizes[0].settings))
     console.print("prompt-lookup: as many rows as pay, step by step")
+
+
+def print_bench(console: Console, results: Mapping[str, Any]) -> None:
+    """Speeds and counts of each entry, speeds by task, and what differs."""
+    rows = []
+    for entry in results["summary"]:
+        found = entry["all"]
+        same = f"{found['equal']} of {found['compared']}" if found["compared"] else "not compared"
+        speeds = [_spread(found[name], mark) for name, mark in _SPEEDS.items()]
+        rows.append([entry["label"], str(found["tokens"]), f"{found['tokens_per_step'] or 0:.2f}", *speeds, same])
+    columns = ("method", "tokens", "tokens a step", "tokens/s", "speed: plain = 1", "transformers = 1", "same text")
+    console.print(table_of(columns, rows))
+    tasks = list(results["summary"][0]["tasks"])
+    speeds_by_task = [
+        [entry["label"], *(_spread(entry["tasks"][task]["speed"], "×") for task in tasks)]
+        for entry in results["summary"]
+    ]
+    console.print(table_of(["speed: plain = 1", *tasks], speeds_by_task))
+    console.print("medians over prompts and repeats; in brackets the quartiles", style="dim", markup=False)
+    for run in results["runs"]:
+        if run["equal"] is False:
+            gap = "" if run["gap"] is None else f"; the two best scores there are {run['gap']:.4g} apart"
+            where = f"{run['task']} {run['prompt']}, turn {run['turn']}, repeat {run['repeat']}"
+            console.print(f"{run['label']} differs on {where}, at token {run['differs_at']}{gap}", markup=False)
+    if results["skipped"]:
+        console.print(
+            f"{len(results['skipped'])} prompts left out: with the answer they do not fit the model's context"
+        )
+
+
+_SPEEDS = {"tokens_per_second": "", "speed": "×", "speed_to_transformers": "×"}
+
+
+def _spread(quartiles: Sequence[float] | None, mark: str) -> str:
+    if quartiles is None:
+        return ""
+    low, middle, high = quartiles
+    digits = 2 if mark else 1
+    return f"{middle:.{digits}f}{mark} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def print_receipt(console: Console, receipt: Receipt, tokenizer: Any) -> None:
+    """Each token with its margin, then the verdict."""
+    rows = []
+    for place, mark in enumerate(receipt.marks, 1):
+        notes = [] if mark.token == mark.picked else [f"the model picks {mark.picked}"]
+        notes += ["near-tie"] if place in receipt.near_ties else []
+        text = repr(tokenizer.decode([mark.token])) if tokenizer is not None else ""
+        rows.append([str(place), str(mark.token), text, f"{mark.margin:.4g}", ", ".join(notes)])
+    console.print(table_of(["", "token", "text", "margin", ""], rows), markup=False)
+    for problem in receipt.problems:
+        console.print(problem, markup=False)
+    console.print(receipt.verdict, style="bold green" if receipt.passed else "bold red", markup=False)
 
 
 def check_plot(path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `outpace generate`, `race`, `train`, `export`, `calibrate`, `models`.
+"""The command line: `outpace generate`, `race`, `bench`, `verify`, `report`, `train`, `export`, `calibrate`, `models`.
 
 What is asked for goes to standard output, everything else to standard error. torch and transformers take seconds to
 import, so that happens inside the commands, after the arguments are read.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
@@ -18,7 +19,8 @@ from typer.core import TyperGroup
 from .errors import InputError, OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
-    from .decoder import Decoder
+    from .bench.entries import Entry as Entered
+    from .decoder import Decoder, Result
     from .draft import Step
     from .methods import Method
     from .race import Race
@@ -122,11 +124,15 @@ def generate(
     picture: Annotated[
         Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write all that the run did to this file, for `outpace verify`.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write an answer to PROMPT."""
     from .picking import Sampling
     from .picture import check_picture, save_staircase
+    from .trace import record
 
     sampling = Sampling(
         temperature=temperature,
@@ -144,10 +150,48 @@ def generate(
     text = _read(prompt)
     decoder = _load(model, dtype, device, runtime, exact)
     decoder.method = decoder.prepare(name, **given)
-    options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
-    steps = _stream(decoder, decoder.encode(text, raw), options, as_json)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
+    tokens = decoder.encode(text, raw)
+    steps = _stream(decoder, tokens, options, as_json)
+    if trace is not None:
+        record(decoder, decoder.method, tokens, steps, model=model, **options).save(trace)
+        typer.echo(f"trace in {trace}: check it with `outpace verify {trace}`", err=True)
     if picture is not None:
         save_staircase(picture, steps, decoder.model.layers, lambda token: decoder.tokenizer.decode([token]))
+
+
+@app.command()
+def verify(
+    trace: Annotated[Path, typer.Argument(help="A file that --trace wrote.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Option(help="Default: the model that the trace names.", show_default=False)
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Scores so near are a near-tie. Default: by the dtype, float32 0.001.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="float32|bfloat16|float16", help="Default: as in the trace.", show_default=False),
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Score the text of a trace again with plain forwards, and pick each token again. Exit code 1 on a failure."""
+    from .board import console_for_output
+    from .chart import print_receipt
+    from .receipt import check
+    from .trace import read_trace
+
+    found = read_trace(trace)
+    decoder = _load(model or found.model, dtype or found.about.get("dtype"), device, "plain")
+    receipt = check(decoder, found, tolerance)
+    if as_json:
+        typer.echo(json.dumps(receipt.to_json()))
+    else:
+        print_receipt(console_for_output(), receipt, decoder.tokenizer)
+    if not receipt.passed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -172,29 +216,135 @@ def race(
     runtime: Runtime = "auto",
     exact: Exact = False,
     raw: Raw = False,
+    page: Annotated[Path | None, typer.Option(help="Also write the race as a page (.html), to play it again.")] = None,
     as_json: Json = False,
 ) -> None:
     """Let several methods write the same answer, one after another, and compare. Exit code 1 if the texts differ."""
+    from .bench.harness import Settings
+    from .bench.recording import Recorder
     from .board import Board, console_for_output, print_race
     from .picking import Sampling
     from .race import run
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    _check_page(page)
     entries = _entries(methods.split(","), settings, device)
     text = _read(prompt)
     decoder = _load(model, dtype, device, runtime, exact)
     entered = [decoder.prepare(name, **given) for name, given in entries]
+    recorder = Recorder(decoder, entered)
     if as_json:
-        outcome = run(decoder, entered, text, sampling, max_new_tokens, raw)
+        outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, recorder.show)
         typer.echo(json.dumps(_race_json(decoder, entered, text, outcome)))
     else:
         console = console_for_output()
         board = Board(console, entered, decoder.tokenizer)
+
+        def show(number: int, lane: Result, step: Step) -> None:
+            recorder.show(number, lane, step)
+            board.show(number, lane, step)
+
         with board:
-            outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, board.show)
+            outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, show)
         print_race(console, board, entered, outcome)
+    if page is not None:
+        _write_page(recorder.results(text, Settings(max_new_tokens, sampling=sampling, raw=raw), outcome), page)
     if not outcome.identical:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval. Default: 48 prompts of our own.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The results. Finished runs are kept beside it, in a .jsonl file.")] = Path(
+        "results.json"
+    ),
+    model: Model = "smollm2-135m",
+    methods: Annotated[str, typer.Option(help="Names with commas between. Plain decoding is always among them.")] = (
+        "prompt-lookup,lookahead"
+    ),
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="METHOD.NAME=VALUE",
+            help="A setting of a method. May be repeated; the same one with several values measures each.",
+        ),
+    ] = [],  # noqa: B006
+    tasks: Annotated[str, typer.Option(help="Names of tasks with commas between. Default: all.")] = "",
+    each: Annotated[int, typer.Option(help="The first so many questions of each task; 0: all.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Times over all questions.")] = 1,
+    traces: Annotated[
+        Path | None, typer.Option(help="A folder: each new run of ours leaves a trace there, for `outpace verify`.")
+    ] = None,
+    transformers: Annotated[bool, typer.Option(help="Also run transformers' own generate and prompt lookup.")] = True,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    device: Device = None,
+    runtime: Runtime = "auto",
+    exact: Exact = False,
+    raw: Raw = False,
+    as_json: Json = False,
+) -> None:
+    """Measure methods on questions, against plain decoding and transformers. Exit code 1 if a text differs.
+
+    A bench that was stopped goes on where it was when it is called again in the same way.
+    """
+    from .bench.data import choose_questions, own_questions, read_questions
+    from .bench.entries import Ours, Transformers
+    from .bench.harness import Settings, digest, measure
+    from .bench.results import assemble
+    from .board import console_for_output
+    from .chart import print_bench, progress_bar
+    from .files import write_whole
+    from .picking import Sampling
+
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    known = own_questions() if data is None else read_questions(data)
+    how = Settings(max_new_tokens, repeats, sampling, raw, data.name if data else "", digest(known))
+    questions = choose_questions(known, [name.strip() for name in tasks.split(",") if name.strip()], each)
+    if out.suffix != ".json":
+        raise InputError(f"--out {out}: the file must end in .json.")
+    grid = _grid([name.strip() for name in methods.split(",")], settings, device)
+    decoder, loaded = _load_both(model, dtype, device, runtime, exact)
+    entries: list[Entered] = [
+        Ours(decoder, decoder.prepare(name, **given), label, given, model) for label, name, given in grid
+    ]
+    if transformers:
+        entries += [Transformers(decoder, loaded), Transformers(decoder, loaded, lookup=True)]
+    with progress_bar("measuring") as show:
+        measured = measure(decoder, entries, questions, how, out.with_suffix(".jsonl"), show, traces)
+    results = assemble(decoder, entries, questions, how, measured)
+    write_whole(out, json.dumps(results))
+    if measured.resumed:
+        typer.echo(f"{measured.resumed} runs were finished before, in {out.with_suffix('.jsonl')}", err=True)
+    if as_json:
+        kept = ("version", "date", "about", "settings", "entries", "identical", "summary", "skipped")
+        typer.echo(json.dumps({"file": str(out), **{name: results[name] for name in kept}}))
+    else:
+        print_bench(console_for_output(), results)
+        typer.echo(f"kept in {out}: draw it with `outpace report {out}`", err=True)
+    if not results["identical"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="A file that `outpace bench` wrote.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Draw RESULTS as one page: the race, the guesses step by step, charts. It needs no network."""
+    _check_page(out)
+    _write_page(results, out)
 
 
 @app.command()
@@ -415,6 +565,29 @@ def _entries(names: Sequence[str], settings: Iterable[str], device: str | None) 
     return [_entry(name, given[name], device) for name in names]
 
 
+def _grid(
+    names: Sequence[str], settings: Sequence[str], device: str | None
+) -> list[tuple[str, str, dict[str, object]]]:
+    """The methods of a bench with their settings: label, name, settings. Plain decoding comes first."""
+    plain = "autoregressive"
+    names = [plain, *(name for name in names if name != plain)]
+    choices: dict[str, dict[str, list[str]]] = {name: {} for name in names}
+    for setting in settings:
+        for name, given in _grouped(names, [setting], "method in this bench", _FORM).items():
+            for key, value in given.items():
+                choices[name].setdefault(key, []).append(value)
+    found = []
+    for name in names:
+        for values in product(*choices[name].values()):
+            chosen = dict(zip(choices[name], values, strict=True))
+            label = " ".join([name, *(f"{key}={value}" for key, value in chosen.items())])
+            found.append((label, *_entry(name, chosen, device)))
+    return found
+
+
+_FORM = "METHOD.NAME=VALUE, as in --set lookahead.window=5"
+
+
 def _grouped(names: Sequence[str], settings: Iterable[str], kind: str, form: str) -> dict[str, dict[str, str]]:
     """Settings like OWNER.NAME=VALUE by owner."""
     given: dict[str, dict[str, str]] = {name: {} for name in names}
@@ -441,16 +614,21 @@ def _load(model: str, dtype: str | None, device: str | None, runtime: str, exact
     return load(model, method="autoregressive", dtype=dtype, device=device, runtime=runtime, exact=exact)
 
 
-def _load_both(model: str, dtype: str | None, device: str | None) -> tuple[Decoder, Any]:
+def _load_both(
+    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool = False
+) -> tuple[Decoder, Any]:
     """A decoder and the transformers model in it."""
     from transformers.utils import logging
 
     from .decoder import Decoder
     from .models.loading import load
+    from .runtime.choose import RUNTIMES
 
+    if runtime not in RUNTIMES:
+        raise UnknownNameError("runtime", runtime, RUNTIMES)
     logging.disable_progress_bar()
     loaded = load(model, dtype, device)
-    return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime="plain"), loaded.model
+    return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime=runtime, exact=exact), loaded.model
 
 
 def _stream(decoder: Decoder, tokens: list[int], options: dict[str, Any], as_json: bool) -> list[Step]:
@@ -469,6 +647,20 @@ def _stream(decoder: Decoder, tokens: list[int], options: dict[str, Any], as_jso
         typer.echo()
         typer.echo(f"{result.method}: {numbers(result)}", err=True)
     return steps
+
+
+def _check_page(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".html", ".htm"):
+        raise InputError(f"{path}: a page must end in .html.")
+
+
+def _write_page(results: Path | dict[str, Any], path: Path) -> None:
+    from .report import write_report
+
+    left_out = write_report(results, path)
+    if left_out:
+        typer.echo(f"to keep the page small, the races on {', '.join(left_out)} are not in it", err=True)
+    typer.echo(f"written to {path}: open it in a browser, {path.resolve().as_uri()}", err=True)
 
 
 def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome: Race) -> dict[str, object]:

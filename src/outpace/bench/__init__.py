@@ -1,1 +1,1 @@
-"""Measuring: prompts of our own, and (to come) the harness that runs methods on them."""
+"""Measuring: questions (data, prompts), what is measured (entries), the harness, its journal, its results."""

@@ -9,6 +9,9 @@ PROMPTS: dict[str, tuple[str, ...]] = {
         "Write a short and friendly email that asks a neighbour to water my plants.",
         "Give me five ideas for a quiet birthday at home.",
         "I have trouble falling asleep. What can I try tonight?",
+        "My friend lost her job last week. How can I support her without being pushy?",
+        "Suggest a simple dinner for four with rice, eggs and whatever is in season.",
+        "Write the opening of a story about a lighthouse keeper who finds a letter in a bottle.",
     ),
     "translation": (
         "Translate into French: The train leaves at seven, and we must not be late.",
@@ -16,6 +19,9 @@ PROMPTS: dict[str, tuple[str, ...]] = {
         "Translate into German: Please close the window before it starts to rain.",
         "Translate into Italian: The children were playing in the garden all afternoon.",
         "Translate into English: Le chat dort sur la chaise près de la fenêtre.",
+        "Translate into Portuguese: Could you tell me where the nearest pharmacy is?",
+        "Translate into Dutch: We waited for an hour, but nobody came to open the door.",
+        "Translate into English: Der Zug nach Hamburg hat heute zwanzig Minuten Verspätung.",
     ),
     "summary": (
         "Summarize in two sentences: The town library was founded in 1894 by a group of teachers who lent out their "
@@ -32,6 +38,15 @@ PROMPTS: dict[str, tuple[str, ...]] = {
         "Summarize in plain words: A compiler translates a program from one language into another. It reads the text, "
         "builds a tree from it, checks the tree for mistakes, and writes instructions for a machine. An interpreter "
         "carries out the tree at once instead.",
+        "Summarize in two sentences: The museum in the old mill opened in May. Visitors can watch how grain was "
+        "ground two hundred years ago, and on Sundays the great wheel turns again. Schools come on weekdays and may "
+        "bake bread in the stone oven. In its first month the museum counted three thousand guests.",
+        "Summarize as three short points: Bees dance to tell each other where flowers are. The direction of the "
+        "dance shows the angle to the sun, and its length shows the distance. Other bees follow the dancer in the "
+        "dark hive and then fly out. On cloudy days they can still find the sun by the pattern of light in the sky.",
+        "Give this text a title and a summary of one sentence: The city will plant two thousand trees along its main "
+        "roads over the next three years. Shade lowers the heat in summer, and roots take up rain that would flood "
+        "the streets. People who live there can choose the kind of tree and are asked to water it in the first year.",
     ),
     "question": (
         "Which planet in our solar system has the most moons?",
@@ -39,6 +54,9 @@ PROMPTS: dict[str, tuple[str, ...]] = {
         "What is the difference between weather and climate?",
         "Why does ice float on water?",
         "What are the three branches of government in the United States?",
+        "How many bones does an adult human have?",
+        "What causes the seasons on Earth?",
+        "Who invented the printing press, and what did it change?",
     ),
     "math": (
         "A baker sells 24 rolls in the morning and 18 in the afternoon, each for 2 dollars. How much does he earn?",
@@ -46,6 +64,9 @@ PROMPTS: dict[str, tuple[str, ...]] = {
         "Anna has three times as many apples as Ben. Together they have 48. How many apples does Ben have?",
         "Solve for x, step by step: 3x + 7 = 2x + 19.",
         "A rectangle is 12 cm long and 5 cm wide. Find its area, its perimeter and its diagonal.",
+        "A shirt costs 40 dollars. It is reduced by 25 percent, and then by another 10 dollars. What does it cost now?",
+        "Five workers build a wall in 12 days. How many days do three workers need at the same pace?",
+        "The sum of three consecutive numbers is 72. Find the numbers, and show how you found them.",
     ),
     "code": (
         "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
@@ -54,5 +75,9 @@ PROMPTS: dict[str, tuple[str, ...]] = {
         "        result.append(x * x)",
         "Write an SQL query that lists the ten customers with the most orders.",
         "Write a JavaScript function that counts how often each word occurs in a text.",
+        "Write a Python function that checks whether a text is a palindrome, ignoring spaces and capital letters.",
+        "Find the mistake in this function and write it again:\ndef mean(numbers):\n    total = 0\n    for number in "
+        "numbers:\n        total = number\n    return total / len(numbers)",
+        "Write a Python class Account with deposit, withdraw and balance, and a test for each.",
     ),
 }

@@ -1,0 +1,137 @@
+"""Questions to measure on: our own, or files of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP and ClassEval.
+
+A file is JSON lines or one JSON list, packed with gzip or not. What it is shows in its entries:
+
+    turns, category           Spec-Bench, MT-Bench    task: chat, translation, summarization, qa, math_reasoning, rag
+    question, answer          GSM8K                   gsm8k
+    prompt, entry_point       HumanEval               humaneval
+    prompt or text, test_list MBPP                    mbpp
+    skeleton                  ClassEval               classeval
+
+Texts are given to the model as they stand in the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, UnknownNameError
+from .prompts import PROMPTS
+
+_SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")  # its other categories are MT-Bench's
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user says, turn by turn."""
+
+    task: str
+    number: int  # counted from 0 within the task
+    turns: tuple[str, ...]
+
+
+def own_questions() -> list[Question]:
+    """The prompts that come with Outpace."""
+    return _numbered((task, (prompt,)) for task, group in PROMPTS.items() for prompt in group)
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a file. Raises InputError that names the line."""
+    entries = list(_entries(path))
+    if not entries:
+        raise InputError(f"{path} has no questions: it is empty.")
+    return _numbered(_question(entry, place) for place, entry in entries)
+
+
+def choose_questions(questions: Sequence[Question], tasks: Sequence[str], each: int) -> list[Question]:
+    """The first `each` of each task (0: all), of the tasks named (none: all)."""
+    known = list(dict.fromkeys(question.task for question in questions))
+    for task in tasks:
+        if task not in known:
+            raise UnknownNameError("task", task, known)
+    if each < 0:
+        raise InputError(f"--each {each} must be 0 (all) or more.")
+    return [
+        question
+        for question in questions
+        if (not tasks or question.task in tasks) and (not each or question.number < each)
+    ]
+
+
+def _numbered(found: Iterator[tuple[str, tuple[str, ...]]]) -> list[Question]:
+    counts: dict[str, int] = {}
+    questions = []
+    for task, turns in found:
+        number = counts[task] = counts.get(task, -1) + 1
+        questions.append(Question(task, number, turns))
+    return questions
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each entry of the file, with words for where it is."""
+    text = _text(path)
+    if text.lstrip().startswith("["):
+        try:
+            listed = json.loads(text)
+        except ValueError as error:
+            raise InputError(f"{path} is no whole JSON list: {error}.") from error
+        for number, entry in enumerate(listed, 1):
+            yield f"{path}, entry {number}", entry
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: no JSON ({error}).") from error
+        yield f"{path}, line {number}", entry
+
+
+def _text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        return content.decode()
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{path} could not be read: {reason}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text. Give a file of questions: JSON lines, or a JSON list.") from error
+
+
+def _question(entry: Any, place: str) -> tuple[str, tuple[str, ...]]:
+    if not isinstance(entry, Mapping):
+        raise InputError(f"{place}: expected an object, found {json.dumps(entry)[:40]}.")
+    if "turns" in entry and "category" in entry:
+        turns = entry["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise InputError(f"{place}: turns must be a list of texts, and not empty.")
+        category = str(entry["category"])
+        return category if category in _SPEC_BENCH else "chat", tuple(_checked(turn, "turns", place) for turn in turns)
+    for task, text, mark in (
+        ("humaneval", "prompt", "entry_point"),
+        ("mbpp", "prompt", "test_list"),
+        ("mbpp", "text", "test_list"),
+        ("gsm8k", "question", "answer"),
+        ("classeval", "skeleton", "skeleton"),
+    ):
+        if text in entry and mark in entry:
+            return task, (_checked(entry[text], text, place),)
+    raise InputError(
+        f"{place}: this is no entry of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval: it has "
+        f"{', '.join(map(str, entry)) or 'nothing'}. Expected turns and category; question and answer; prompt and "
+        "entry_point; prompt and test_list; or skeleton."
+    )
+
+
+def _checked(text: Any, name: str, place: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{place}: {name} must be text, and not empty.")
+    return text

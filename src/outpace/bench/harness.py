@@ -1,0 +1,236 @@
+"""The bench: entries × questions × repeats, interleaved, in one process, each text compared with plain decoding's."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ..decoder import Decoder
+from ..errors import InputError
+from ..picking import Sampling
+from ..race import first_difference
+from ..receipt import judge
+from ..trace import about, fingerprint_of, sampling_to_json
+from .data import Question
+from .entries import Entry, Task
+from .journal import Journal
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a bench have in common."""
+
+    max_new_tokens: int = 128
+    repeats: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    raw: bool = False
+    data: str = ""  # the name of the file of questions; none: those that come with Outpace
+    digest: str = ""  # of those questions
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be 1 or more.")
+        if self.sampling.rule != "keyed":
+            raise InputError("a bench compares texts, so its samples are drawn by the rule 'keyed'.")
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as plain values."""
+        kept = {name: getattr(self, name) for name in ("max_new_tokens", "repeats", "raw", "data", "digest")}
+        return {**kept, "sampling": sampling_to_json(self.sampling)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands in the bench."""
+
+    repeat: int
+    index: int  # of the question among those chosen
+    question: Question
+    turn: int
+
+    def key(self, entry: Entry) -> str:
+        """The name of a run. Other settings are another run."""
+        where = [self.question.task, self.question.number, self.turn, self.repeat]
+        return json.dumps([entry.label, dict(entry.settings), *where])
+
+    def file(self, entry: Entry) -> str:
+        """The name of a run's trace."""
+        parts = [self.question.task, self.question.number, self.turn, self.repeat, entry.label]
+        return re.sub(r"[^\w.=-]+", "_", "-".join(map(str, parts))) + ".json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All runs, and the questions that did not fit."""
+
+    runs: list[dict[str, Any]]
+    skipped: list[dict[str, Any]]
+    resumed: int  # runs that were finished before
+
+
+Show = Callable[..., None]
+
+
+def measure(
+    decoder: Decoder,
+    entries: Sequence[Entry],
+    questions: Sequence[Question],
+    settings: Settings,
+    journal: Path,
+    show: Show = lambda share, text="": None,
+    traces: Path | None = None,
+) -> Measured:
+    """Run everything that is not in the journal yet. The first entry is plain decoding, which others must equal.
+
+    With `traces`, each run of ours leaves one in that folder.
+    """
+    return _Bench(decoder, entries, questions, settings, journal, show, traces).run()
+
+
+class _Bench:
+    def __init__(
+        self,
+        decoder: Decoder,
+        entries: Sequence[Entry],
+        questions: Sequence[Question],
+        settings: Settings,
+        journal: Path,
+        show: Show,
+        traces: Path | None,
+    ) -> None:
+        labels = [entry.label for entry in entries]
+        if len(set(labels)) < len(labels):
+            raise InputError(f"two entries of the bench are the same: {', '.join(sorted(labels))}.")
+        self._decoder = decoder
+        self._entries = entries
+        self._questions = questions
+        self._settings = settings
+        common = {
+            "about": about(decoder.engine),
+            "fingerprint": fingerprint_of(decoder.model),
+            "settings": {name: value for name, value in settings.to_json().items() if name != "repeats"},
+        }
+        self._journal = Journal(journal, common)
+        self._resumed = 0
+        self._show = show
+        self._traces = traces
+        self._warm = False
+
+    def run(self) -> Measured:
+        runs = list[dict[str, Any]]()
+        skipped = list[dict[str, Any]]()
+        places = list(self._places())
+        for number, place in enumerate(places):
+            prompt = self._prompt(place)
+            if prompt is None or len(prompt) + self._settings.max_new_tokens > self._decoder.model.context:
+                tokens = None if prompt is None else len(prompt)
+                where = {"task": place.question.task, "prompt": place.question.number, "turn": place.turn}
+                skipped.append({**where, "repeat": place.repeat, "prompt_tokens": tokens})
+                continue
+            found = self._all_entries(place, prompt, number, len(places))
+            runs += self._compared(found, prompt)
+        return Measured(runs, skipped, self._resumed)
+
+    def _places(self) -> Iterator[Place]:
+        for repeat in range(self._settings.repeats):
+            for index, question in enumerate(self._questions):
+                for turn in range(len(question.turns)):
+                    yield Place(repeat, index, question, turn)
+
+    def _all_entries(self, place: Place, prompt: list[int], number: int, places: int) -> list[dict[str, Any]]:
+        """Every entry on one prompt, each time another one first: none is always behind a certain other."""
+        found = dict[int, dict[str, Any]]()
+        count = len(self._entries)
+        for turn in range(count):
+            which = (number + turn) % count
+            entry = self._entries[which]
+            self._show((number + turn / count) / places, f"{place.question.task}: {entry.label}")
+            finished = self._journal.runs.get(place.key(entry))
+            self._resumed += finished is not None
+            found[which] = finished or self._run(entry, place, prompt)
+        return [found[which] for which in range(count)]
+
+    def _run(self, entry: Entry, place: Place, prompt: list[int]) -> dict[str, Any]:
+        self._warm_up()
+        first = (place.repeat, place.question.number, place.turn) == (0, 0, 0)
+        trace = None if self._traces is None else self._traces / place.file(entry)
+        run = entry.run(Task(prompt, self._settings.sampling, self._settings.max_new_tokens, first, trace))
+        where = {
+            "label": entry.label,
+            "task": place.question.task,
+            "prompt": place.question.number,
+            "turn": place.turn,
+            "repeat": place.repeat,
+        }
+        return self._journal.add(place.key(entry), {**where, **asdict(run)})
+
+    def _warm_up(self) -> None:
+        """The first calls pay for memory and kernels that later ones find ready. Nobody's clock should show that."""
+        if self._warm:
+            return
+        self._warm = True
+        first_of_tasks = {question.task: question for question in reversed(self._questions)}
+        chosen = list(first_of_tasks.values())[::-1]
+        if self._decoder.model.device.type == "cpu":
+            chosen = chosen[:1]  # graphs by the length of the text are for GPUs
+        length = min(WARM_UP_TOKENS, self._settings.max_new_tokens)
+        for question in chosen:
+            prompt = self._decoder.encode(question.turns[0], self._settings.raw)
+            if len(prompt) + length > self._decoder.model.context:
+                continue
+            for entry in self._entries:
+                self._show(0.0, f"warming up: {entry.label}")
+                entry.run(Task(prompt, self._settings.sampling, length))
+
+    def _prompt(self, place: Place) -> list[int] | None:
+        """The turn's prompt: behind plain decoding's answers to the turns before. None where one was left out."""
+        turns = place.question.turns
+        messages = [{"role": "user", "content": turns[0]}]
+        for turn in range(place.turn):
+            before = Place(place.repeat, place.index, place.question, turn)
+            run = self._journal.runs.get(before.key(self._entries[0]))
+            if run is None:
+                return None
+            answer = self._decoder.tokenizer.decode(run["token_ids"], skip_special_tokens=True)
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turns[turn + 1]}]
+        if self._settings.raw:
+            return self._decoder.encode("\n".join(message["content"] for message in messages), raw=True)
+        return self._decoder.encode(messages)
+
+    def _compared(self, found: list[dict[str, Any]], prompt: list[int]) -> list[dict[str, Any]]:
+        """The runs of one prompt, each with whether it is plain decoding's text; the first is that."""
+        plain = found[0]["token_ids"]
+        compared = []
+        for entry, run in zip(self._entries, found, strict=True):
+            if not entry.own and self._settings.sampling.temperature > 0:
+                verdict = {"equal": None, "differs_at": None, "gap": None}  # its noise is another
+            else:
+                verdict = compare(self._decoder, prompt, plain, run["token_ids"], self._settings.sampling)
+            compared.append({**{name: value for name, value in run.items() if name != "key"}, **verdict})
+        return compared
+
+
+def compare(
+    decoder: Decoder, prompt: list[int], plain: Sequence[int], found: Sequence[int], sampling: Sampling
+) -> dict[str, Any]:
+    """Whether a text is plain decoding's; else where it leaves it, and how far apart the two best scores are there."""
+    place = first_difference(plain, found)
+    gap: float | None = None
+    if place is not None and place <= len(plain):
+        *_, last = judge(decoder.engine, prompt, plain[:place], sampling)
+        gap = last.margin if math.isfinite(last.margin) else None
+    return {"equal": place is None, "differs_at": place, "gap": gap}
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """Tells one set of questions from another."""
+    return sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]

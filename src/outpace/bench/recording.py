@@ -1,0 +1,46 @@
+"""A race as results of a bench, so that it can be drawn on the same page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..decoder import Decoder, Result
+from ..draft import Step
+from ..methods import Method
+from ..race import Race
+from .data import Question
+from .entries import Ours, finished, lane_of
+from .harness import Measured, Settings, compare
+from .results import assemble
+
+TASK = "race"
+
+
+class Recorder:
+    """Keeps every step of a race with its time."""
+
+    def __init__(self, decoder: Decoder, methods: Sequence[Method]) -> None:
+        self._decoder = decoder
+        self._entries = [Ours(decoder, method) for method in methods]
+        self._steps: list[list[Step]] = [[] for _ in methods]
+        self._times: list[list[float]] = [[] for _ in methods]
+
+    def show(self, number: int, run: Result, step: Step) -> None:
+        """Told each step by `race.run`."""
+        self._steps[number].append(step)
+        self._times[number].append(run.seconds)
+
+    def results(self, prompt: str, settings: Settings, outcome: Race) -> dict[str, Any]:
+        """The race when it is over, as `outpace bench` writes results."""
+        question = Question(TASK, 0, (prompt,))
+        tokens = self._decoder.encode(prompt, settings.raw)
+        runs = []
+        for entry, result, steps, times in zip(self._entries, outcome.runs, self._steps, self._times, strict=True):
+            run = finished(result, steps, lane_of(steps, times, self._decoder.tokenizer))
+            where = {"label": entry.label, "task": TASK, "prompt": 0, "turn": 0, "repeat": 0}
+            plain = outcome.runs[0].token_ids
+            same = compare(self._decoder, tokens, plain, result.token_ids, settings.sampling)
+            runs.append({**where, **asdict(run), **same})
+        return assemble(self._decoder, self._entries, [question], settings, Measured(runs, [], 0))

@@ -1,0 +1,143 @@
+"""The results of a bench as one JSON object. docs/results-schema.md describes it; `VERSION` counts its changes."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ..decoder import Decoder
+from ..files import read_json
+from ..trace import about, fingerprint_of
+from .data import Question
+from .entries import Entry
+from .harness import Measured, Settings
+
+KIND, VERSION = "outpace bench", 1
+PACE = "transformers generate"  # the second thing, beside plain decoding, that speeds are given against
+
+
+def assemble(
+    decoder: Decoder,
+    entries: Sequence[Entry],
+    questions: Sequence[Question],
+    settings: Settings,
+    measured: Measured,
+) -> dict[str, Any]:
+    """Everything that was found, and what it was found with."""
+    runs = [{name: value for name, value in run.items() if name != "lane"} for run in measured.runs]
+    costs = decoder.engine.costs
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "about": about(decoder.engine),
+        "fingerprint": fingerprint_of(decoder.model),
+        "settings": settings.to_json(),
+        "entries": [
+            {
+                "label": entry.label,
+                "name": entry.name,
+                "settings": dict(entry.settings),
+                "lossless": entry.lossless,
+                "own": entry.own,
+            }
+            for entry in entries
+        ],
+        "identical": all(run["equal"] is not False for run in runs if run["label"] in _promised(entries)),
+        "summary": summarize(runs, [entry.label for entry in entries]),
+        "costs": None if costs is None else asdict(costs),
+        "races": _races(decoder, questions, measured.runs),
+        "skipped": measured.skipped,
+        "runs": runs,
+    }
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A results file of this version."""
+    return read_json(path, KIND, VERSION)
+
+
+def summarize(runs: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """For each label, and each task and all of them: speeds and counts.
+
+    A speed is a ratio of seconds a token on the same prompt; its three numbers are quartiles over all prompts and
+    repeats, the median in the middle.
+    """
+    tasks = list(dict.fromkeys(run["task"] for run in runs))
+    paces = {label: {_where(run): _cost(run) for run in runs if run["label"] == label} for label in (labels[0], PACE)}
+    found = []
+    for label in labels:
+        mine = [run for run in runs if run["label"] == label]
+        by_task = {task: _figures([run for run in mine if run["task"] == task], paces) for task in tasks}
+        found.append({"label": label, "all": _figures(mine, paces), "tasks": by_task})
+    return found
+
+
+def _figures(runs: Sequence[dict[str, Any]], paces: dict[str, dict[Any, float]]) -> dict[str, Any]:
+    plain, other = paces.values()
+    tokens, steps = sum(len(run["token_ids"]) for run in runs), sum(run["steps"] for run in runs)
+    compared = [run["equal"] for run in runs if run["equal"] is not None]
+    return {
+        "runs": len(runs),
+        "tokens": tokens,
+        "steps": steps,
+        "tokens_per_step": tokens / steps if steps else None,
+        "tokens_per_second": quartiles(1 / _cost(run) for run in runs),
+        "speed": quartiles(plain[_where(run)] / _cost(run) for run in runs if _where(run) in plain),
+        "speed_to_transformers": quartiles(other[_where(run)] / _cost(run) for run in runs if _where(run) in other),
+        "equal": sum(compared),
+        "compared": len(compared),
+    }
+
+
+def quartiles(values: Iterable[float]) -> list[float] | None:
+    """The first quartile, the median and the third; None of nothing.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0]), quartiles([2.0]), quartiles([])
+    ([2.0, 3.0, 4.0], [2.0, 2.0, 2.0], None)
+    """
+    listed = sorted(values)
+    if len(listed) < 2:
+        return listed * 3 or None
+    return statistics.quantiles(listed, n=4, method="inclusive")
+
+
+def _where(run: dict[str, Any]) -> tuple[Any, ...]:
+    return run["task"], run["prompt"], run["turn"], run["repeat"]
+
+
+def _cost(run: dict[str, Any]) -> float:
+    """Seconds a token."""
+    return float(run["seconds"]) / max(1, len(run["token_ids"]))
+
+
+def _promised(entries: Sequence[Entry]) -> set[str]:
+    """Whose text must be plain decoding's, or we have a bug."""
+    return {entry.label for entry in entries if entry.own and entry.lossless}
+
+
+def _races(decoder: Decoder, questions: Sequence[Question], runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The recorded runs, together for each prompt, with the words that their drafts name."""
+    lanes: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        if run["lane"] is not None:
+            kept = {name: run[name] for name in ("label", "equal", "differs_at", "gap")}
+            lanes[run["task"], run["prompt"]].append({**kept, "steps": run["lane"]})
+    texts = {(question.task, question.number): question.turns[0] for question in questions}
+    return [
+        {"task": task, "prompt": number, "text": texts[task, number], "words": _words(decoder, found), "lanes": found}
+        for (task, number), found in lanes.items()
+    ]
+
+
+def _words(decoder: Decoder, lanes: Iterable[dict[str, Any]]) -> dict[str, str]:
+    drafts = [step["draft"] for lane in lanes for step in lane["steps"] if "draft" in step]
+    tokens = sorted({token for draft in drafts for token in draft["tokens"]})
+    if decoder.tokenizer is None:
+        return {str(token): str(token) for token in tokens}
+    return {str(token): decoder.tokenizer.decode([token]) for token in tokens}

@@ -1,0 +1,45 @@
+"""JSON files that say what they are: written whole or not at all, refused by name and version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import InputError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    half = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} could not be written: {error.strerror}.") from error
+
+
+def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:
+    """The object in a file of this kind and version. Raises InputError for any other file."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} could not be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no whole JSON, so it is no {kind} file or is cut short: {error}.") from error
+    check_version(path, stored, kind, version)
+    return dict(stored)
+
+
+def check_version(path: Path, stored: Any, kind: str, version: int) -> None:
+    """Raise InputError unless the JSON is of this kind and version."""
+    if not isinstance(stored, Mapping) or stored.get("kind") != kind:
+        raise InputError(f"{path} is not an {kind} file.")
+    if stored.get("version") != version:
+        raise InputError(
+            f"{path} is of version {stored.get('version')!r}; this Outpace ({__version__}) reads version {version}. "
+            "Make it again, or use the Outpace that wrote it."
+        )

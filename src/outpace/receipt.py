@@ -1,0 +1,216 @@
+"""The losslessness receipt: a trace's text is scored again by plain forwards, and each token picked again.
+
+One forward over the whole text rounds differently from the steps that wrote it. So a token counts as right where it is
+picked again, and as a near-tie where it is not, but its score lies within a small tolerance of the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .decoder import Decoder
+from .draft import MODEL, Step, Verdict, chain
+from .errors import InputError, InvalidLogits, ModelError
+from .picking import Picker, Sampling, gumbel
+from .runtime.plain import Engine
+from .text import Ending, TextStream
+from .trace import Trace, fingerprint_of
+
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}  # scores differ by so much from rounding
+_CHUNK = 128  # rows of a forward: their logits are in memory together
+_NOISE_OF_TARGET = 0  # the Picker's stream of noise for its own choices
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One token, judged."""
+
+    token: int  # as the trace has it
+    picked: int  # as the model picks it again
+    margin: float  # the best score less the second best: how sure the pick is
+    behind: float  # the best score less this token's: 0 where it is the best
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What checking a trace found. Tokens are counted from 1."""
+
+    marks: list[Mark]
+    tolerance: float
+    problems: list[str]  # what else does not hold: the end, the steps
+
+    @property
+    def near_ties(self) -> list[int]:
+        """Tokens where rounding might decide."""
+        return [place for place, mark in enumerate(self.marks, 1) if mark.margin <= self.tolerance]
+
+    @property
+    def wrong(self) -> int | None:
+        """The first token that the model would not have written."""
+        places = (place for place, mark in enumerate(self.marks, 1) if not mark.behind <= self.tolerance)
+        return next(places, None)
+
+    @property
+    def passed(self) -> bool:
+        return self.wrong is None and not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one line."""
+        if self.wrong is not None:
+            mark = self.marks[self.wrong - 1]
+            return (
+                f"fail: token {self.wrong} is {mark.token}, and the model picks {mark.picked} "
+                f"(its score is {mark.behind:.4g} higher)"
+            )
+        if self.problems:
+            return f"fail: {self.problems[0]}"
+        again = sum(mark.token == mark.picked for mark in self.marks)
+        return f"pass: {again} of {len(self.marks)} tokens picked again, {len(self.near_ties)} near-ties"
+
+    def to_json(self) -> dict[str, object]:
+        """The receipt as plain values."""
+        return {
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "wrong": self.wrong,
+            "near_ties": self.near_ties,
+            "tolerance": self.tolerance,
+            "problems": self.problems,
+            "tokens": [mark.token for mark in self.marks],
+            "picked": [mark.picked for mark in self.marks],
+            "margins": [mark.margin if math.isfinite(mark.margin) else None for mark in self.marks],
+        }
+
+
+def check(decoder: Decoder, trace: Trace, tolerance: float | None = None) -> Receipt:
+    """Score the trace's text again with the decoder's model, and pick each of its tokens again."""
+    _refuse_what_cannot_be_checked(decoder, trace)
+    if tolerance is None:
+        tolerance = TOLERANCES.get(decoder.model.dtype, 1e-3)
+    if not 0 <= tolerance < math.inf:
+        raise InputError(f"tolerance={tolerance} must be 0 or more, and finite.")
+    marks = list(judge(decoder.engine, trace.prompt, trace.tokens, trace.sampling))
+    return Receipt(marks, tolerance, [*_ending_problems(decoder, trace), *_step_problems(trace)])
+
+
+def judge(engine: Engine, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> Iterator[Mark]:
+    """A mark for each token of an answer."""
+    picker = Picker(sampling, len(prompt))
+    text = list(prompt)
+    for token, logits in zip(answer, rescore(engine, prompt, answer), strict=True):
+        try:
+            scores = _scores(picker, logits, text)
+            first, second = [*scores.topk(min(2, len(scores))).values.tolist(), -math.inf][:2]
+            yield Mark(token, picker.choose(logits, text), first - second, first - float(scores[token]))
+        except InvalidLogits as error:
+            raise InvalidLogits(f"at new token {len(text) - len(prompt) + 1}: {error}.") from error
+        text.append(token)
+
+
+def rescore(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The model's logits [vocabulary] before each token of an answer, by forwards over many tokens at once."""
+    engine = engine.for_one_text()
+    with engine.pool.sequence(prompt) as sequence:
+        done = 0
+        while done < len(answer):
+            count = min(_CHUNK, len(answer) - done, engine.model.room(sequence.position) + 1)
+            part = answer[done : done + count]
+            draft = chain(sequence.tokens[-1], part[:-1], MODEL)
+            logits = engine.score(sequence, draft).logits.clone()  # the engine may use its place again
+            engine.pool.keep(sequence, draft, Verdict(tuple(range(count)), tuple(part)))
+            yield from logits
+            done += count
+
+
+def _scores(picker: Picker, logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
+    """What the pick is the highest of [vocabulary]: logarithms of chances, and the noise of a sample."""
+    scores = picker.probabilities(logits, text).log()
+    if picker.greedy:
+        return scores
+    words = torch.arange(len(scores), device=scores.device)
+    return scores + gumbel(picker.sampling.seed, len(text), _NOISE_OF_TARGET, words)
+
+
+def _refuse_what_cannot_be_checked(decoder: Decoder, trace: Trace) -> None:
+    mine = fingerprint_of(decoder.model)
+    for name in ("width", "vocabulary", "layers"):
+        if trace.fingerprint.get(name) != mine[name]:
+            raise ModelError(
+                f"the trace was written by another model than {decoder.model.name}: one with {name} "
+                f"{trace.fingerprint.get(name)}, not {mine[name]}. Name the right one with --model."
+            )
+    sample = trace.fingerprint.get("sample", [])
+    alike = len(sample) == len(mine["sample"]) and all(
+        math.isclose(old, new, rel_tol=0.02, abs_tol=1e-3) for old, new in zip(sample, mine["sample"], strict=True)
+    )
+    if not alike:
+        raise ModelError(
+            f"the trace was written by another model than {decoder.model.name}: one with other weights. Name the right "
+            "one with --model."
+        )
+    if trace.sampling.rule == "rejection" and trace.sampling.temperature > 0:
+        raise InputError(
+            "a text sampled by the rejection rule depends on what was guessed, so it cannot be picked again. Use "
+            "the rule 'keyed'."
+        )
+    for token in (*trace.prompt, *trace.tokens):
+        if not 0 <= token < decoder.model.vocabulary:
+            raise InputError(f"the trace has token id {token}; the model knows 0 to {decoder.model.vocabulary - 1}.")
+    if not trace.prompt or len(trace.prompt) + len(trace.tokens) > decoder.model.context:
+        raise InputError(
+            f"the trace has {len(trace.prompt)} tokens of prompt and {len(trace.tokens)} of answer; the model takes "
+            f"1 to {decoder.model.context}."
+        )
+
+
+def _ending_problems(decoder: Decoder, trace: Trace) -> list[str]:
+    """Whether the text ends where it had to, and says so."""
+    if not trace.steps or trace.steps[-1].finish is None:
+        return ["the text has no end: steps are missing"]
+    if trace.stop and decoder.tokenizer is None:
+        raise InputError("a trace with stop strings needs a tokenizer; this decoder has none.")
+    stream = TextStream(decoder.tokenizer, trace.stop) if trace.stop else None
+    limit = min(trace.max_new_tokens, decoder.model.context - len(trace.prompt))
+    ending = Ending(limit, decoder.ends, stream)
+    ends = [ending(token) for token in trace.tokens]
+    for place, finish in enumerate(ends[:-1], 1):
+        if finish is not None:
+            return [f"the text goes on behind its end ({finish}) at token {place}"]
+    if ends[-1] != trace.steps[-1].finish:
+        return [f"the text is said to end by {trace.steps[-1].finish!r}, and it does by {ends[-1]!r}"]
+    return []
+
+
+def _step_problems(trace: Trace) -> list[str]:
+    """Whether each step accepted what its draft and the text say."""
+    problems = []
+    last = trace.prompt[-1]
+    for number, step in enumerate(trace.steps, 1):
+        if step.draft.tokens[0] != last:
+            problems.append(f"step {number} drafts behind token {step.draft.tokens[0]}, and the text has {last} there")
+        elif (step.rows, step.sources) != _accepted(step):
+            problems.append(f"step {number} does not accept the path of its draft that its tokens take")
+        if step.finish is not None and number < len(trace.steps):
+            problems.append(f"step {number} is said to end the text ({step.finish}), and others follow")
+        last = step.tokens[-1] if step.tokens else last
+    return problems
+
+
+def _accepted(step: Step) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The rows and sources of a walk down the draft along the step's tokens."""
+    rows, sources = list[int](), list[str]()
+    row: int | None = 0
+    for token in step.tokens:
+        if row is None:
+            break
+        rows.append(row)
+        row = step.draft.child(row, token)
+        sources.append(MODEL if row is None else step.draft.sources[row])
+    if row is not None and step.finish is None:
+        rows.append(row)  # the walk would have gone on
+    return tuple(rows), tuple(sources)

@@ -1,0 +1,121 @@
+"""One page from the results of a bench: the race, the drafts step by step, and charts. It reads JSON alone.
+
+The page is a file of its own: no network, no other files. What it shows lies in it as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import read_json, write_whole
+
+KIND, VERSION = "outpace bench", 1  # the results that it reads: docs/results-schema.md
+TEMPLATE = Path(__file__).with_name("page.html")
+ROOM = 1_500_000  # bytes for recorded races; the page stays below 2 MB
+_MARK = "/*DATA*/null"
+
+
+def write_report(results: Path | Mapping[str, Any], page: Path) -> list[str]:
+    """Write the page, and return the tasks whose races were left out because the page would grow too large."""
+    html, left_out = render(read_json(results, KIND, VERSION) if isinstance(results, Path) else results)
+    write_whole(page, html)
+    return left_out
+
+
+def render(results: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The page, and the tasks whose races are not in it."""
+    races, left_out = _races(results["races"])
+    data = {
+        **{name: results[name] for name in ("date", "about", "settings", "entries", "identical", "summary", "costs")},
+        "depths": _depths(results["entries"], results["runs"]),
+        "differences": [_difference(run) for run in results["runs"] if run["equal"] is False][:50],
+        "skipped": len(results["skipped"]),
+        "races": races,
+    }
+    return TEMPLATE.read_text(encoding="utf-8").replace(_MARK, _embedded(data)), left_out
+
+
+def _embedded(data: Any) -> str:
+    """JSON for inside a script element: nothing in it can end the element, or hide its end."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _races(stored: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """As many races as there is room for, the first one in any case (without drafts, if it must be)."""
+    found: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    room = ROOM
+    for race in stored:
+        compact = _compact(race)
+        size = len(_embedded(compact).encode())
+        if size > room and not found:
+            compact = _compact(race, drafts=False)
+            size = len(_embedded(compact).encode())
+        if size > room and found:
+            left_out.append(str(race["task"]))
+            continue
+        room -= size
+        found.append(compact)
+    return found, left_out
+
+
+def _compact(race: Mapping[str, Any], drafts: bool = True) -> dict[str, Any]:
+    """A race with its words and sources in two lists, and numbers in place of both."""
+    sources: dict[str, int] = {"model": 0}
+    words: dict[str, int] = {}
+    lanes = [
+        {**lane, "steps": [_compact_step(step, race["words"], words, sources, drafts) for step in lane["steps"]]}
+        for lane in race["lanes"]
+    ]
+    names = {name: race[name] for name in ("task", "prompt", "text")}
+    return {**names, "words": list(words), "sources": list(sources), "lanes": lanes}
+
+
+def _compact_step(
+    step: Mapping[str, Any],
+    texts: Mapping[str, str],
+    words: dict[str, int],
+    sources: dict[str, int],
+    drafts: bool,
+) -> dict[str, Any]:
+    def number(name: str, known: dict[str, int]) -> int:
+        return known.setdefault(name, len(known))
+
+    found = {
+        "at": round(step["at"], 5),
+        "texts": step["texts"],
+        "sources": [number(source, sources) for source in step["sources"]],
+    }
+    if drafts and "draft" in step:
+        draft = step["draft"]
+        found |= {
+            "words": [number(texts[str(token)], words) for token in draft["tokens"]],
+            "parents": draft["parents"],
+            "from": [number(source, sources) for source in draft["sources"]],
+            "candidates": draft["candidates"],
+            "rows": draft["rows"],
+        }
+    return found
+
+
+def _depths(entries: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each entry, by depth from 1: the share of guesses that were accepted, and how many steps had one."""
+    found = []
+    for entry in entries:
+        mine = [run for run in runs if run["label"] == entry["label"]]
+        deepest = max((len(run["offered"]) for run in mine), default=0)
+        offered, accepted = (
+            [sum(run[name][depth] for run in mine if len(run[name]) > depth) for depth in range(deepest)]
+            for name in ("offered", "accepted")
+        )
+        if deepest:
+            found.append({"label": entry["label"], "offered": offered, "accepted": accepted})
+    return found
+
+
+def _difference(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: run[name] for name in ("label", "task", "prompt", "turn", "repeat", "differs_at", "gap")}
