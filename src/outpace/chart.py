@@ -18,6 +18,8 @@ from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
+# Grey for plain decoding, then Okabe and Ito's colours, as on the report's page.
+_PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#f0e442")
 
 
 @contextmanager
@@ -153,8 +155,8 @@ def save_speeds(results: Mapping[str, Any], path: Path) -> None:
             low, middle, high = zip(*(speed for _, speed in found if speed), strict=True) if places else ((), (), ())
             below = [half - least for half, least in zip(middle, low, strict=True)]
             above = [most - half for half, most in zip(middle, high, strict=True)]
-            axes.bar(places, middle, width, yerr=(below, above), label=entry["label"])
-        axes.set(ylabel="speed: plain decoding = 1", title=results["about"]["model"])
+            axes.bar(places, middle, width, yerr=(below, above), label=entry["label"], color=_PALETTE[number % 8])
+        axes.set(ylabel="speed: plain decoding = 1")
         axes.set_xticks(range(len(tasks)), tasks)
 
 
