@@ -178,3 +178,4 @@ class TestReport:
         (tmp_path / "other.json").write_text("{}")
         assert_refused(outpace("report", tmp_path / "other.json"), "is not an outpace bench file")
         assert_refused(outpace("report", tmp_path / "other.json", "-o", "page.pdf"), "a page must end in .html")
+        assert_refused(outpace("report", tmp_path / "other.json", "--plot", "a.doc"), "must end in .png or .svg")

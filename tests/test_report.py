@@ -15,6 +15,7 @@ import pytest
 
 from outpace import InputError, report
 from outpace.bench import results as bench_results
+from outpace.chart import save_speeds
 from outpace.report import render, write_report
 
 EVIL = "</script><script>alert(1)</script><!-- \u2028 é 日本"
@@ -124,6 +125,15 @@ def test_it_reads_what_the_bench_writes_and_nothing_older(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"version 0; this Outpace .* reads version 1"):
         write_report(path, page)
     assert not page.exists()
+
+
+def test_speeds_as_a_drawing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save_speeds(results(), tmp_path / "speeds.svg")
+    assert (tmp_path / "speeds.svg").stat().st_size > 1000
+    nothing = {**figures(), "speed": None}
+    summary = [{"label": "all left out", "all": nothing, "tasks": {"code": nothing}}]
+    save_speeds({**results(), "summary": summary}, tmp_path / "speeds.png")
 
 
 @pytest.mark.skipif(

@@ -18,6 +18,8 @@ from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
+# Grey for plain decoding, then Okabe and Ito's colours, as on the report's page.
+_PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#f0e442")
 
 
 @contextmanager
@@ -140,6 +142,22 @@ def save_accuracies(accuracies: Mapping[str, Sequence[Sequence[float]]], path: P
                 axes.plot(range(1, len(heads) + 1), shares, f"C{number}o{style}", label=f"{name}, top {top}")
         axes.set(xlabel="head", ylabel="right on held-out text", ylim=(0, 1))
         axes.set_xticks(range(1, 1 + max(map(len, accuracies.values()))))
+
+
+def save_speeds(results: Mapping[str, Any], path: Path) -> None:
+    """Speeds of a bench by task: a bar for each entry up to its median, with its quartiles."""
+    tasks = list(results["summary"][0]["tasks"])
+    width = 0.8 / len(results["summary"])
+    with _axes(path) as axes:
+        for number, entry in enumerate(results["summary"]):
+            found = [(place, entry["tasks"][task]["speed"]) for place, task in enumerate(tasks)]
+            places = [place + (number + 0.5) * width - 0.4 for place, speed in found if speed]
+            low, middle, high = zip(*(speed for _, speed in found if speed), strict=True) if places else ((), (), ())
+            below = [half - least for half, least in zip(middle, low, strict=True)]
+            above = [most - half for half, most in zip(middle, high, strict=True)]
+            axes.bar(places, middle, width, yerr=(below, above), label=entry["label"], color=_PALETTE[number % 8])
+        axes.set(ylabel="speed: plain decoding = 1")
+        axes.set_xticks(range(len(tasks)), tasks)
 
 
 @contextmanager

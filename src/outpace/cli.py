@@ -341,9 +341,18 @@ def bench(
 def report(
     results: Annotated[Path, typer.Argument(help="A file that `outpace bench` wrote.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw speeds by task to this file (.png, .svg); needs matplotlib.")
+    ] = None,
 ) -> None:
     """Draw RESULTS as one page: the race, the guesses step by step, charts. It needs no network."""
     _check_page(out)
+    if plot is not None:
+        from .bench.results import read_results
+        from .chart import check_plot, save_speeds
+
+        check_plot(plot)
+        save_speeds(read_results(results), plot)
     _write_page(results, out)
 
 

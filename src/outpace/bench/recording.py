@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..decoder import Decoder, Result
@@ -43,4 +43,6 @@ class Recorder:
             plain = outcome.runs[0].token_ids
             same = compare(self._decoder, tokens, plain, result.token_ids, settings.sampling)
             runs.append({**where, **asdict(run), **same})
-        return assemble(self._decoder, self._entries, [question], settings, Measured(runs, [], 0))
+        return assemble(
+            self._decoder, self._entries, [question], replace(settings, data="one prompt"), Measured(runs, [], 0)
+        )
