@@ -455,7 +455,7 @@ def train(
         typer.echo(json.dumps({"out": str(out), "accuracies": accuracies}))
         return
     print_accuracies(console_for_output(), accuracies)
-    typer.echo(f"kept in {out}: use them with --method KIND --set heads={out}/KIND", err=True)
+    typer.echo(f"kept in {out}: use them with --method KIND (exits: adadecode) --set heads={out}/KIND", err=True)
 
 
 @app.command()

@@ -172,14 +172,6 @@ class SelfSpeculative(Method):
         return _Drafter(heads, exits, Fixed(1, 0.0, self.length), engine, sequence, picker)
 
 
-class Guess(NamedTuple):
-    """What one exit says of one row."""
-
-    exit: int
-    confidence: float
-    scores: Scores  # of that row alone
-
-
 class Asked(NamedTuple):
     """A guess that verification will judge."""
 
@@ -200,7 +192,6 @@ class _Drafter(Drafter):
         picker: Picker,
     ) -> None:
         super().__init__(engine, sequence, picker)
-        self.heads = heads
         self.exits = exits
         ends = engine.model.ends()
         self.questions = [
@@ -241,31 +232,25 @@ class _Drafter(Drafter):
         prefix = [*self.sequence.tokens, *stairs.tokens[1:]]
         exit_ = control.next(-1)
         while exit_ is not None:
-            guess = self._read(exit_, stairs.climb(self.exits[exit_], self.questions[exit_]))
-            try:
-                if control.leaves(exit_, guess.confidence):
-                    token, proposal = self._choose(guess, prefix)
-                    self.asked.append(Asked(len(stairs.tokens) - 1, exit_, guess.confidence, token))
-                    return token, proposal, self.exits[exit_]
-                if self.guesser.greedy:
-                    token, _ = self._choose(guess, prefix)
-                    self.asked.append(Asked(len(stairs.tokens) - 1, exit_, guess.confidence, token))
-            except InvalidLogits:
-                return None  # the exit is at a loss; the last layer may not be
+            layer = self.exits[exit_]
+            scores, confidence = _answer(stairs.climb(layer, self.questions[exit_]))
+            leaves = control.leaves(exit_, confidence)
+            if leaves or self.guesser.greedy:  # a greedy guess is there anyway, and shows how good the exit is
+                try:
+                    token, proposal = self._choose(scores, prefix)
+                except InvalidLogits:
+                    return None  # the exit is at a loss; the last layer may not be
+                self.asked.append(Asked(len(stairs.tokens) - 1, exit_, confidence, token))
+                if leaves:
+                    return token, proposal, layer
             exit_ = control.next(exit_)
         return None
 
-    def _read(self, exit_: int, output: Output) -> Guess:
-        """What an exit has answered."""
-        assert output.answer is not None
-        logits, found = output.answer[:, :-3], output.answer[:, -3:].T.double().cpu()  # one transfer
-        confidence = math.exp(min(0.0, float(found[1, 0] - found[2, 0])))
-        return Guess(exit_, confidence, Scores(logits, output.hidden, found[:2]))
-
-    def _choose(self, guess: Guess, prefix: list[int]) -> tuple[int, torch.Tensor | None]:
+    def _choose(self, scores: Scores, prefix: list[int]) -> tuple[int, torch.Tensor | None]:
+        """A guess from what an exit says of one row, and the distribution that it was drawn from."""
         if self.guesser.greedy:
-            return self.guesser.choose_after(0, guess.scores, prefix), None
-        return self.guesser.guess(guess.scores.logits[0], prefix)
+            return self.guesser.choose_after(0, scores, prefix), None
+        return self.guesser.guess(scores.logits[0], prefix)
 
     def score(self, draft: Draft) -> Scores:
         if self.stairs is None:
@@ -285,6 +270,14 @@ def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torc
     """[1, vocabulary + 3] an exit's logits for one row, its best token, the logit of that, the logarithm of all."""
     logits = heads.probe(place, hidden, ends).float()
     return torch.cat([logits, find_best(logits).T.float(), logits.logsumexp(-1, keepdim=True)], -1)
+
+
+def _answer(output: Output) -> tuple[Scores, float]:
+    """What an exit has answered, by `_ask`: the scores of one row, and the probability of its best token."""
+    assert output.answer is not None
+    logits, found = output.answer[:, :-3], output.answer[:, -3:].T.double().cpu()  # one transfer
+    confidence = math.exp(min(0.0, float(found[1, 0] - found[2, 0])))
+    return Scores(logits, output.hidden[-1:], found[:2]), confidence
 
 
 class _Believer(_Drafter):
