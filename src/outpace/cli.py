@@ -155,7 +155,8 @@ def generate(
     steps = _stream(decoder, tokens, options, as_json)
     if trace is not None:
         record(decoder, decoder.method, tokens, steps, model=model, **options).save(trace)
-        typer.echo(f"trace in {trace}: check it with `outpace verify {trace}`", err=True)
+        if not as_json:
+            typer.echo(f"trace in {trace}: check it with `outpace verify {trace}`", err=True)
     if picture is not None:
         save_staircase(picture, steps, decoder.model.layers, lambda token: decoder.tokenizer.decode([token]))
 
