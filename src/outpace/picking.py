@@ -153,6 +153,14 @@ class Picker:
         """The distribution [vocabulary] that a token after `prefix` is drawn from, unless greedy."""
         return self._checked(self._process(logits, prefix)).softmax(-1, dtype=torch.float64)
 
+    def ranking(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+        """What the target's choice is the highest of [vocabulary]: logarithms of chances, and the noise of a sample."""
+        scores = self.probabilities(logits, prefix).log()
+        if self.greedy:
+            return scores
+        tokens = torch.arange(len(scores), device=scores.device)
+        return scores + gumbel(self.sampling.seed, len(prefix), _TARGET, tokens)
+
     def _pick(self, logits: torch.Tensor, prefix: Sequence[int]) -> int:
         scores = self._process(logits, prefix)
         if self.greedy:

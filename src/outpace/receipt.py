@@ -15,14 +15,14 @@ import torch
 from .decoder import Decoder
 from .draft import MODEL, Step, Verdict, chain
 from .errors import InputError, InvalidLogits, ModelError
-from .picking import Picker, Sampling, gumbel
+from .heads.storing import mismatch
+from .picking import Picker, Sampling
 from .runtime.plain import Engine
 from .text import Ending, TextStream
 from .trace import Trace, fingerprint_of
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}  # scores differ by so much from rounding
 _CHUNK = 128  # rows of a forward: their logits are in memory together
-_NOISE_OF_TARGET = 0  # the Picker's stream of noise for its own choices
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def judge(engine: Engine, prompt: Sequence[int], answer: Sequence[int], sampling
     text = list(prompt)
     for token, logits in zip(answer, rescore(engine, prompt, answer), strict=True):
         try:
-            scores = _scores(picker, logits, text)
+            scores = picker.ranking(logits, text)
             first, second = [*scores.topk(min(2, len(scores))).values.tolist(), -math.inf][:2]
             yield Mark(token, picker.choose(logits, text), first - second, first - float(scores[token]))
         except InvalidLogits as error:
@@ -127,31 +127,13 @@ def rescore(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Ite
             done += count
 
 
-def _scores(picker: Picker, logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
-    """What the pick is the highest of [vocabulary]: logarithms of chances, and the noise of a sample."""
-    scores = picker.probabilities(logits, text).log()
-    if picker.greedy:
-        return scores
-    words = torch.arange(len(scores), device=scores.device)
-    return scores + gumbel(picker.sampling.seed, len(text), _NOISE_OF_TARGET, words)
-
-
 def _refuse_what_cannot_be_checked(decoder: Decoder, trace: Trace) -> None:
     mine = fingerprint_of(decoder.model)
-    for name in ("width", "vocabulary", "layers"):
-        if trace.fingerprint.get(name) != mine[name]:
-            raise ModelError(
-                f"the trace was written by another model than {decoder.model.name}: one with {name} "
-                f"{trace.fingerprint.get(name)}, not {mine[name]}. Name the right one with --model."
-            )
-    sample = trace.fingerprint.get("sample", [])
-    alike = len(sample) == len(mine["sample"]) and all(
-        math.isclose(old, new, rel_tol=0.02, abs_tol=1e-3) for old, new in zip(sample, mine["sample"], strict=True)
-    )
-    if not alike:
+    if (name := mismatch(trace.fingerprint, mine)) is not None:
+        other = "other weights" if name == "sample" else f"{name} {trace.fingerprint.get(name)}, not {mine[name]}"
         raise ModelError(
-            f"the trace was written by another model than {decoder.model.name}: one with other weights. Name the right "
-            "one with --model."
+            f"the trace was written by another model than {decoder.model.name}: one with {other}. Name the right one "
+            "with --model."
         )
     if trace.sampling.rule == "rejection" and trace.sampling.temperature > 0:
         raise InputError(

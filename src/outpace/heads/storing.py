@@ -156,12 +156,12 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def is_for(folder: Path, model: Model) -> bool:
     """Whether a folder of heads is for this model."""
-    return _mismatch(read_config(folder)["base"], fingerprint(model)) is None
+    return mismatch(read_config(folder)["base"], fingerprint(model)) is None
 
 
 def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
     mine = fingerprint(model)
-    if (name := _mismatch(base, mine)) is not None:
+    if (name := mismatch(base, mine)) is not None:
         other = "other weights" if name == "sample" else f"{name} {base.get(name)}, not {mine[name]}"
         raise ModelError(
             f"the heads in {folder} are for another model than {model.name}: one with {other}. Heads work only with "
@@ -169,7 +169,7 @@ def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
         )
 
 
-def _mismatch(base: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
+def mismatch(base: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
     """What of two fingerprints differs first."""
     for name in ("width", "vocabulary", "layers"):
         if base.get(name) != mine[name]:
