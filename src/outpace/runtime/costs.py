@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import InputError
 
-VERSION = 2  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 3  # raised whenever a runtime computes steps by other code: older curves are not believed
 
 
 @dataclass(frozen=True)
