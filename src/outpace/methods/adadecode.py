@@ -23,7 +23,7 @@ from ..pool import Pool, Sequence
 from ..runtime.plain import Engine, Question
 from .base import Drafter, Method
 from .headed import SHIPPED, Ready
-from .leaving import Calibrated, Control, Counts, Fixed, costs_of, predict
+from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
 from .staircase import Staircase
 
 CONTROLS = ("calibrated", "fixed")
@@ -38,8 +38,9 @@ class AdaDecode(Method):
     heads: a folder of trained exits. Without one, those that come with Outpace for the embedded model. "original": the
         model's own output head at the exits, untrained.
     exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
-    control: "calibrated" lets a guess leave where its measured chances are worth more than it costs; "fixed" where its
-        confidence is above `gamma`, as in the paper.
+    control: "calibrated" chooses among the exits by what they are predicted to bring, and lets a guess leave where its
+        measured chances are worth more than it costs; "fixed" asks all exits, and a guess leaves where its confidence is
+        above `gamma`, as in the paper.
     gamma: with "fixed", the confidence above which a guess leaves.
     pending: with "fixed", how many guesses may wait for their other layers.
     """
@@ -103,16 +104,19 @@ class AdaDecode(Method):
         )
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        return _Drafter(self.heads.heads, self.exits, self._control(engine), engine, sequence, picker)
+        return _Drafter(self.heads.heads, *self._control(engine), engine, sequence, picker)
 
-    def _control(self, engine: Engine) -> Control | None:
-        """What decides when guesses leave; None where they should not at all."""
+    def _control(self, engine: Engine) -> tuple[tuple[int, ...], Control | None]:
+        """The exits to ask, and what decides when guesses leave there; None where they should not at all."""
         if self.control == "fixed":
-            return Fixed(len(self.exits), self.gamma, self.pending)
+            return self.exits, Fixed(len(self.exits), self.gamma, self.pending)
         heads, about = self.heads
         costs = costs_of(engine, self.exits, heads.settings.frequent)
         counts = _counts(heads, about, self.exits)
-        if about.calibration and (speed := predict(counts, costs)) < WORTHWHILE:
+        if not about.calibration:
+            return self.exits, Calibrated(counts, costs)
+        chosen, speed = choose(counts, costs)
+        if speed < WORTHWHILE:
             warnings.warn(
                 f"{self.name}: these exits are predicted to make {engine.model.name} {speed:.2f} times as fast here, "
                 "so the text is written plainly. Train better exits, or measure costs with `outpace calibrate`; "
@@ -120,8 +124,9 @@ class AdaDecode(Method):
                 OutpaceWarning,
                 stacklevel=2,
             )
-            return None
-        return Calibrated(counts, costs)
+            return (), None
+        used = tuple(self.exits[exit_] for exit_ in chosen)
+        return used, Calibrated(tuple(counts[exit_] for exit_ in chosen), costs.of(chosen))
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ class UnverifiedAdaDecode(AdaDecode):
     lossless = False
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        return _Believer(self.heads.heads, self.exits, self._control(engine), engine, sequence, picker)
+        return _Believer(self.heads.heads, *self._control(engine), engine, sequence, picker)
 
 
 @dataclass(frozen=True)
@@ -275,9 +280,9 @@ def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torc
 def _answer(output: Output) -> tuple[Scores, float]:
     """What an exit has answered, by `_ask`: the scores of one row, and the probability of its best token."""
     assert output.answer is not None
-    logits, found = output.answer[:, :-3], output.answer[:, -3:].T.double().cpu()  # one transfer
-    confidence = math.exp(min(0.0, float(found[1, 0] - found[2, 0])))
-    return Scores(logits, output.hidden[-1:], found[:2]), confidence
+    token, highest, every = output.answer[0, -3:].tolist()  # one transfer
+    found = torch.tensor([[token], [highest]], dtype=torch.float64)
+    return Scores(output.answer[:, :-3], output.hidden[-1:], found), math.exp(min(0.0, highest - every))
 
 
 class _Believer(_Drafter):
