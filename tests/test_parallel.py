@@ -31,9 +31,11 @@ from outpace import (
     Sampling,
     Verdict,
 )
+from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.parallel import ParallelDecoder, Ranks, deal, join, load
 from outpace.pool import Pool
+from outpace.runtime.graphs import GraphEngine
 
 from .conftest import VOCABULARY, tiny
 from .ranks import in_processes, in_threads
@@ -155,6 +157,27 @@ def test_any_tree_on_any_number_of_ranks(data: Any) -> None:
 
     count = data.draw(st.integers(1, 5))
     assert in_threads(count, work) == [expected] * count
+
+
+@pytest.mark.parametrize("exact_rows", [0, 8])
+def test_fixed_rows_on_several_ranks(exact_rows: int) -> None:
+    """Rows that a rank must catch up with go along with its next step: only the prompt is read apart."""
+    prompt, model = prompt_of(1), tiny("Llama")
+    samplings = SAMPLINGS[::2]
+    expected = [written(one(), prompt, Lookahead(window=6), sampling, 10) for sampling in samplings]
+
+    def work(ranks: Ranks) -> Any:
+        decoder = Decoder(model)
+        decoder.engine = GraphEngine(HFModel(model), compiled=False, exact_rows=exact_rows)
+        joined = ParallelDecoder(decoder, ranks)
+        read = []
+        place_text = joined.engine.pool.place_text
+        joined.engine.pool.place_text = lambda *args: [read.append(1), place_text(*args)][1]  # type: ignore
+        found = [written(joined, prompt, Lookahead(window=6), sampling, 10) for sampling in samplings]
+        assert len(read) == len(samplings)
+        return found
+
+    assert in_threads(2, work) == [expected] * 2
 
 
 def test_more_numbers_than_fit_in_one_box() -> None:
