@@ -295,37 +295,34 @@ def deal(draft: Draft, count: int) -> list[tuple[int, ...]]:
     for row in range(1, len(draft)):
         below[draft.parents[row]].append(row)
     leaves: list[int] = []
-    fresh: list[int] = []  # of each leaf: how many rows its path has that the path before it has not
-    waiting, since = [0], 0
+    sizes: list[tuple[int, int]] = []  # of each leaf's path: rows that the path before it has not, and all rows
+    waiting, seen = [0], 0
     while waiting:
         row = waiting.pop()
-        since += 1
+        seen += 1
         if not below[row]:
             leaves.append(row)
-            fresh.append(since)
-            since = 0
+            sizes.append((seen, draft.depths[row] + 1))
+            seen = 0
         waiting += reversed(below[row])
 
-    def cut(most: int) -> list[list[int]]:
-        parts: list[list[int]] = []
-        size = most
-        for leaf, new in zip(leaves, fresh, strict=True):
-            if size + new > most:
-                parts.append([])
-                size = draft.depths[leaf] + 1
-            else:
-                size += new
-            parts[-1].append(leaf)
-        return parts
+    def cut(most: int) -> list[int]:
+        """The leaf that each share begins with, if none may be larger than that."""
+        starts = [0]
+        size = 0
+        for leaf, (more, alone) in enumerate(sizes):
+            size += more
+            if size > most:
+                starts.append(leaf)
+                size = alone
+        return starts
 
-    low, high = max(draft.depths) + 1, len(draft)  # the longest path must fit in one share
+    low, high = max(max(draft.depths) + 1, -(-len(draft) // count)), len(draft)  # the longest path goes to one rank
     while low < high:
         middle = (low + high) // 2
-        if len(cut(middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    parts = cut(high)
+        low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
+    starts = cut(high)
+    parts = [leaves[start:stop] for start, stop in zip(starts, [*starts[1:], len(leaves)], strict=True)]
     return [_with_ancestors(draft, part) for part in parts] + [(0,)] * (count - len(parts))
 
 
