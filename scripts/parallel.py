@@ -4,7 +4,8 @@ torchrun --nproc-per-node 2 scripts/parallel.py ranks --out out/ranks.jsonl
     the same window on several ranks: steps, rows, integers exchanged, seconds of the forward. Run it with 1, 2
     and 4 ranks on the same file; the text of one rank is what others are compared with.
 python scripts/parallel.py windows --out out/windows.jsonl --plot docs/images/windows.svg
-    tokens a step by window, with as many ranks as keep the rows of each the same, and Eq. 7 of the paper fitted.
+    tokens a step by window, with as many ranks as keep the rows of each the same, and Eq. 7 of the paper fitted, by
+        the paper's own method.
     How many processes compute a step does not change what comes out, so one process measures it. Finished work
     is not done again.
 """
@@ -17,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,6 @@ PUBLISHED: dict[str, Any] = {
     "reach": 0,
     "recycle": False,
 }
-KINDS: dict[str, dict[str, Any]] = {"as published": PUBLISHED, "ours": {}}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -63,35 +64,28 @@ def windows(arguments: argparse.Namespace) -> None:
     check_plot(arguments.plot)
     texts = prompts(arguments.each)
     done = read(arguments.out)
-    finished = {(row["kind"], row["prompt"], row["ranks"]) for row in done}
-    units = [(kind, number, ranks) for kind in KINDS for number in range(len(texts)) for ranks in RANKS]
-    left = [unit for unit in units if unit not in finished]
+    finished = {(row["prompt"], row["ranks"]) for row in done}
+    left = [unit for unit in product(range(len(texts)), RANKS) if unit not in finished]
     decoder = open_decoder() if left else None
-    for kind, number, ranks in track(left, console=Console(stderr=True)):
+    for number, ranks in track(left, console=Console(stderr=True)):
         assert decoder is not None
-        width = WINDOW * ranks
-        method = Lookahead(window=width, ngram=NGRAM, guesses=width, **KINDS[kind])
+        method = Lookahead(window=WINDOW * ranks, ngram=NGRAM, guesses=WINDOW * ranks, **PUBLISHED)
         result = decoder.generate(texts[number], method=method, max_new_tokens=arguments.tokens)
-        row = {"kind": kind, "prompt": number, "ranks": ranks, "tokens": result.new_tokens, "steps": result.steps}
+        row = {"prompt": number, "ranks": ranks, "tokens": result.new_tokens, "steps": result.steps}
         done.append(row)
         append(arguments.out, row)
-    table = Table("", *(f"W = G = {WINDOW * ranks} ({ranks})" for ranks in RANKS), "Eq. 7: α", "f")
-    curves = {}
-    for kind in KINDS:
-        found = []
-        for ranks in RANKS:
-            chosen = [
-                row for row in done if (row["kind"], row["ranks"]) == (kind, ranks) and row["prompt"] < len(texts)
-            ]
-            found.append(sum(row["tokens"] for row in chosen) / sum(row["steps"] for row in chosen))
-        points = [(WINDOW * ranks, tokens) for ranks, tokens in zip(RANKS, found, strict=True)]
-        alpha, often = fit(points)
-        table.add_row(f"tokens a step, {kind}", *(f"{value:.3f}" for value in found), f"{alpha:.3f}", f"{often:.2f}")
-        table.add_row("the fit", *(f"{predicted(width, alpha, often):.3f}" for width, _ in points))
-        curves[kind] = points, [(width, predicted(width, alpha, often)) for width in range(1, 2 * points[-1][0])]
-    Console(width=140).print(table)
+    points = []
+    for ranks in RANKS:
+        chosen = [row for row in done if row["ranks"] == ranks and row["prompt"] < len(texts)]
+        points.append((WINDOW * ranks, sum(row["tokens"] for row in chosen) / sum(row["steps"] for row in chosen)))
+    alpha, often = fit(points)
+    table = Table("ranks", "W = G", "tokens a step", f"Eq. 7 with α = {alpha:.3f}, f = {often:.2f}")
+    for ranks, (width, tokens) in zip(RANKS, points, strict=True):
+        table.add_row(str(ranks), str(width), f"{tokens:.3f}", f"{predicted(width, alpha, often):.3f}")
+    Console().print(table)
     if arguments.plot:
-        save_windows(curves, arguments.plot)
+        line = [(width, predicted(width, alpha, often)) for width in range(1, 2 * points[-1][0])]
+        save_windows(points, line, f"Eq. 7, α = {alpha:.3f}, f = {often:.2f}", arguments.plot)
 
 
 def expected(width: float, alpha: float) -> float:

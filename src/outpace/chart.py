@@ -161,17 +161,15 @@ def save_speeds(results: Mapping[str, Any], path: Path) -> None:
         axes.set_xticks(range(len(tasks)), tasks)
 
 
-def save_windows(curves: Mapping[str, tuple[Points, Points]], path: Path) -> None:
-    """Tokens a step by window: what was measured as points, what was fitted to them as lines."""
+def save_windows(measured: Points, fitted: Points, name: str, path: Path) -> None:
+    """Tokens a step by window: what was measured as points, what was fitted to them as a line of that name."""
     with _axes(path) as axes:
-        for number, (name, (measured, fitted)) in enumerate(curves.items()):
-            axes.plot(*zip(*fitted, strict=True), f"C{number}--", label=f"{name}, Eq. 7")
-            axes.plot(*zip(*measured, strict=True), f"C{number}o", label=name)
-        widths = [width for width, _ in next(iter(curves.values()))[0]]
+        axes.plot(*zip(*measured, strict=True), "C0o", label="measured")
+        axes.plot(*zip(*fitted, strict=True), "C0--", label=name)
         axes.set(
             xscale="log", xlabel="window W = guesses G, all ranks together", ylabel="tokens a step", ylim=(1, None)
         )
-        axes.set_xticks(widths, [f"{width:g}" for width in widths])
+        axes.set_xticks([width for width, _ in measured], [f"{width:g}" for width, _ in measured])
         axes.minorticks_off()
 
 

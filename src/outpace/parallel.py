@@ -13,6 +13,7 @@ A rank that dies or hangs ends the run on all others with an error that names it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -56,8 +57,8 @@ class Ranks:
     """The processes that torchrun started, as seen by one of them."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
-        if not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise InputError(f"timeout={timeout!r} must be a number of seconds above 0.")
+        if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
+            raise InputError(f"timeout={timeout!r} must be a number of seconds above 0, and finite.")
         self.timeout = timeout
         self.device = device  # where integers must lie to be exchanged
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -104,7 +105,7 @@ class Ranks:
             others = [str(rank) for rank, digests in enumerate(told) if digests[place] != told[0][place]]
             if others:
                 whose = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(others)} have"
-                raise self._lose(f"{whose} another {name.replace('_', ' ')} than rank 0. All ranks must have the same.")
+                raise RankError(f"{whose} another {name.replace('_', ' ')} than rank 0. All ranks must have the same.")
 
     def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         if self._lost:
