@@ -63,10 +63,7 @@ def in_threads(count: int, work: Callable[[Ranks], Any]) -> list[Any]:
 
 
 def in_processes(count: int, work: Callable[..., Any], *arguments: Any, wait: float = 60.0) -> list[Any]:
-    """What `work(rank, *arguments)` returns in each of `count` processes, or the error; None from a killed one.
-
-    Errors come with the seconds after which they came: (error, seconds).
-    """
+    """What `work(rank, *arguments)` returns or raises in each of `count` processes; None from a killed one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -93,8 +90,7 @@ def in_processes(count: int, work: Callable[..., Any], *arguments: Any, wait: fl
 
 def _run(rank: int, count: int, port: int, results: Any, work: Callable[..., Any], arguments: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
-    start = time.monotonic()
     try:
         results.send(work(rank, *arguments))
     except Exception as error:
-        results.send((error, time.monotonic() - start))
+        results.send(error)

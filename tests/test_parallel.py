@@ -163,8 +163,8 @@ def test_any_tree_on_any_number_of_ranks(data: Any) -> None:
 def test_fixed_rows_on_several_ranks(exact_rows: int) -> None:
     """Rows that a rank must catch up with go along with its next step: only the prompt is read apart."""
     prompt, model = prompt_of(1), tiny("Llama")
-    samplings = SAMPLINGS[::2]
-    expected = [written(one(), prompt, Lookahead(window=6), sampling, 10) for sampling in samplings]
+    method, samplings = Lookahead(window=5, ngram=3, guesses=5), (SAMPLINGS[0], SAMPLINGS[2])
+    expected = [written(one(), prompt, method, sampling, 10) for sampling in samplings]
 
     def work(ranks: Ranks) -> Any:
         decoder = Decoder(model)
@@ -173,7 +173,7 @@ def test_fixed_rows_on_several_ranks(exact_rows: int) -> None:
         read = []
         place_text = joined.engine.pool.place_text
         joined.engine.pool.place_text = lambda *args: [read.append(1), place_text(*args)][1]  # type: ignore
-        found = [written(joined, prompt, Lookahead(window=6), sampling, 10) for sampling in samplings]
+        found = [written(joined, prompt, method, sampling, 10) for sampling in samplings]
         assert len(read) == len(samplings)
         return found
 
@@ -248,7 +248,7 @@ def all_cases(decoder: Decoder) -> list[Any]:
     return [
         written(decoder, prompt_of(seed), method, sampling, 16)
         for seed, sampling in enumerate(SAMPLINGS)
-        for method in (Lookahead(), PromptLookup())
+        for method in (Lookahead(window=6, ngram=4, guesses=6), PromptLookup())
     ]
 
 
@@ -257,32 +257,35 @@ def test_processes_write_what_one_writes(count: int, name: str) -> None:
     assert in_processes(count, write_many, name) == [all_cases(one(name))] * count
 
 
-def write_until_one_stops(rank: int, which: int, kill: bool, timeout: float) -> None:
+def write_until_one_stops(rank: int, which: int, kill: bool, timeout: float) -> tuple[str, float]:
+    """The error, and how long after the last whole step it came."""
     torch.set_num_threads(1)
     decoder = join(Decoder(tiny("Llama")), timeout)
-    for number, _ in enumerate(decoder.stream(prompt_of(1), method=Lookahead(window=6), max_new_tokens=100)):
-        if number == 3 and rank == which:
-            if kill:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(timeout + 1)
+    stepped = 0.0
+    try:
+        for number, _ in enumerate(decoder.stream(prompt_of(1), method=Lookahead(window=6), max_new_tokens=100)):
+            stepped = time.monotonic()
+            if number == 3 and rank == which:
+                if kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(timeout + 1)
+    except RankError as error:
+        return str(error), time.monotonic() - stepped
+    return "", 0.0
 
 
 @pytest.mark.parametrize(("count", "which", "kill"), [(4, 2, True), (3, 0, True), (3, 1, False)])
 def test_a_lost_rank_ends_the_run_and_is_named(count: int, which: int, kill: bool) -> None:
-    timeout = 3.0
-    start = time.monotonic()
-    found = in_processes(count, write_until_one_stops, which, kill, timeout, wait=20)
-    assert time.monotonic() - start < 20
+    found = in_processes(count, write_until_one_stops, which, kill, 3.0)
     for rank, result in enumerate(found):
         if rank != which:
-            error, _ = result
-            assert isinstance(error, RankError)
-            assert f"rank {which} does not answer any more (seen from rank {rank}, timeout 3 s)" in str(error)
+            error, seconds = result
+            assert f"rank {which} does not answer any more (seen from rank {rank}, timeout 3 s)" in error
+            assert seconds < 3.0 + 1.5  # a forward goes before the waiting
     if kill:
         assert found[which] is None
     else:
-        assert isinstance(found[which][0], RankError)
-        assert "too slow" in str(found[which][0])
+        assert "too slow" in found[which][0]
 
 
 def differ(rank: int, what: str) -> None:
@@ -305,13 +308,13 @@ def differ(rank: int, what: str) -> None:
 @pytest.mark.parametrize("what", ["model", "prompt", "method", "sampling", "max new tokens"])
 def test_ranks_that_differ_are_told_so_at_the_start(what: str) -> None:
     found = in_processes(2, differ, what)
-    for error, _ in found:
+    for error in found:
         assert isinstance(error, RankError)
         assert f"rank 1 has another {what} than rank 0" in str(error)
 
 
 def test_ranks_that_come_apart_are_told_so() -> None:
-    for error, _ in in_processes(2, differ, "texts"):
+    for error in in_processes(2, differ, "texts"):
         assert isinstance(error, RankError)
         assert "rank 0 is beginning a text, rank 1 is within a text" in str(error)
 
