@@ -18,17 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace import (
+    AdaDecode,
+    Amphista,
     Autoregressive,
     Decoder,
     Draft,
+    Hydra,
     InputError,
     InvalidLogits,
     Jacobi,
     Lookahead,
+    Medusa,
     Method,
     PromptLookup,
     RankError,
     Sampling,
+    SelfSpeculative,
     Verdict,
 )
 from outpace.models.hf import HFModel
@@ -230,6 +235,7 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
             decoder.generate([1], sampling=Sampling(processors=[lambda ids, scores: scores]))
 
     in_threads(2, work)
+    assert not any(method.dealt for method in (Medusa(), Hydra(), Amphista(), AdaDecode(), SelfSpeculative()))
     with pytest.raises(InputError, match="torchrun --nproc-per-node"):
         join(one())
     with pytest.raises(InputError, match="timeout=0"):

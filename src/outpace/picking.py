@@ -106,7 +106,7 @@ class Picker:
         """The target's token after `row` of a draft. `prefix` is the text up to there, the row's token last."""
         if scores.chosen is not None:
             if scores.chosen[row] == NOTHING:
-                raise InvalidLogits("the model's logits contain NaN, or every token is ruled out, on another rank")
+                raise InvalidLogits("the model's logits contain NaN, or every token is ruled out, on one of the ranks")
             return scores.chosen[row]
         if self.greedy and not self._processes:
             if not scores.best_logits[row] > -math.inf:
