@@ -282,12 +282,12 @@ def write_until_one_stops(rank: int, which: int, kill: bool, timeout: float) -> 
 
 @pytest.mark.parametrize(("count", "which", "kill"), [(4, 2, True), (3, 0, True), (3, 1, False)])
 def test_a_lost_rank_ends_the_run_and_is_named(count: int, which: int, kill: bool) -> None:
-    found = in_processes(count, write_until_one_stops, which, kill, 3.0)
+    found = in_processes(count, write_until_one_stops, which, kill, 4.0)
     for rank, result in enumerate(found):
         if rank != which:
             error, seconds = result
-            assert f"rank {which} does not answer any more (seen from rank {rank}, timeout 3 s)" in error
-            assert seconds < 3.0 + 1.5  # a forward goes before the waiting
+            assert f"rank {which} does not answer any more (seen from rank {rank}, timeout 4 s)" in error
+            assert seconds < 4.0 + 1.5  # a forward goes before the waiting
     if kill:
         assert found[which] is None
     else:
