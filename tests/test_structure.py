@@ -25,12 +25,13 @@ LEVELS = [
     ["loop"],
     ["text"],
     ["hook", "decoder"],
-    ["trace"],
+    ["parallel", "trace"],
     ["receipt", "race", "training"],
     ["bench"],
     ["board"],
     ["chart", "picture"],
     ["serve", "cli"],
+    ["__main__"],
 ]
 # `Method.__call__` is the door that transformers' generate comes in by: it opens when called, not when imported.
 DOORS = {("methods", "hook")}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ModelError,
         OutpaceError,
         OutpaceWarning,
+        RankError,
         UnknownNameError,
         UnsupportedModel,
     )
@@ -48,6 +49,7 @@ _HOMES = {
         "ModelError",
         "OutpaceError",
         "OutpaceWarning",
+        "RankError",
         "UnknownNameError",
         "UnsupportedModel",
     ),
@@ -89,6 +91,7 @@ __all__ = [
     "OutpaceError",
     "OutpaceWarning",
     "PromptLookup",
+    "RankError",
     "Result",
     "Sampling",
     "Scores",

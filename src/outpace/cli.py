@@ -91,6 +91,10 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
 Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
 Exact = Annotated[bool, typer.Option("--exact", help="CUDA: the same bits with every method, at some cost.")]
+Parallel = Annotated[
+    bool, typer.Option("--parallel", help="Deal drafts out to the ranks that torchrun started; the first one prints.")
+]
+Timeout = Annotated[float, typer.Option(help="With --parallel: a rank that is silent for so many seconds is an error.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -120,6 +124,8 @@ def generate(
     device: Device = None,
     runtime: Runtime = "auto",
     exact: Exact = False,
+    parallel: Parallel = False,
+    timeout: Timeout = 120.0,
     raw: Raw = False,
     picture: Annotated[
         Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
@@ -148,10 +154,22 @@ def generate(
     name, given = _entry(method, dict(map(_split, settings)), device)
     check_picture(picture, name)
     text = _read(prompt)
+    silent = False
+    if parallel:
+        from .parallel import join, local_device
+
+        device = device or local_device()
     decoder = _load(model, dtype, device, runtime, exact)
+    if parallel:
+        joined = join(decoder, timeout)
+        decoder, silent = joined, joined.ranks.rank > 0
     decoder.method = decoder.prepare(name, **given)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
     tokens = decoder.encode(text, raw)
+    if silent:
+        for _ in decoder.stream(tokens, **options):
+            pass
+        return
     steps = _stream(decoder, tokens, options, as_json)
     if trace is not None:
         record(decoder, decoder.method, tokens, steps, model=model, **options).save(trace)

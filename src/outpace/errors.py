@@ -6,7 +6,8 @@ OutpaceError
 ├── ModelError            the model, its files or its tokenizer cannot be used
 │   └── UnsupportedModel  the architecture cannot do what a method needs
 ├── FetchError            the embedded model could not be fetched or is broken on disk
-└── InvalidLogits         the model returned NaN, or a processor left no token to choose
+├── InvalidLogits         the model returned NaN, or a processor left no token to choose
+└── RankError             another process of a run on several devices is gone, too slow, or does something else
 
 OutpaceWarning is the one warning: what was asked for works, but not as fast as it could.
 """
@@ -53,3 +54,7 @@ class OutpaceWarning(UserWarning):
 
 class InvalidLogits(OutpaceError):
     """The model's logits leave no token to choose."""
+
+
+class RankError(OutpaceError):
+    """Another rank is missing or differs. The message names it."""

@@ -31,7 +31,7 @@ def decode(
         finish = stop(token)
         return finish is not None
 
-    engine = engine.for_one_text()
+    engine = engine.for_one_text(picker)
 
     with engine.pool.sequence(prompt) as sequence, method.start(engine, sequence, picker) as drafter:
         while finish is None:

@@ -97,6 +97,7 @@ class Sequence:
     tokens: list[int]
     slots: list[int] = field(default_factory=list)  # slots[i] holds tokens[i]
     drafted: list[int] = field(default_factory=list)  # slots of rows that await the verdict
+    share: tuple[int, ...] | None = None  # the rows of the draft that are among them, if not all
     stable: int = 0  # so many first slots have not changed since a runtime set this
 
     @property
@@ -201,13 +202,17 @@ class Pool:
         return self._rows(text, tokens[first:], positions, sequence.drafted[first:], among)
 
     def keep(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        """Make the accepted path part of the sequence, and free the other rows' slots."""
-        behind = len(sequence.drafted) - len(draft)
-        kept = [*range(behind), *(behind + row for row in verdict.rows)]
-        accepted = [sequence.drafted[row] for row in kept]
+        """Make the accepted path part of the sequence, and free the other rows' slots.
+
+        Accepted rows that were not computed here become text that is not computed yet.
+        """
+        rows = range(len(draft)) if sequence.share is None else sequence.share
+        behind = len(sequence.drafted) - len(rows)
+        slots = dict(zip(rows, sequence.drafted[behind:], strict=True))
+        accepted = [*sequence.drafted[:behind], *(slots[row] for row in verdict.rows if row in slots)]
         rejected = set(sequence.drafted).difference(accepted)
         sequence.slots.extend(accepted)
-        sequence.drafted = []
+        sequence.drafted, sequence.share = [], None
         sequence.stable = min(sequence.stable, len(sequence.slots))  # a runtime may have seen the chain as text
         sequence.tokens.extend(verdict.tokens)
         self.free(sorted(rejected))

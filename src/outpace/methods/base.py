@@ -70,6 +70,11 @@ class Method:
         """Whether drafts may be trees, which some models cannot compute."""
         return True
 
+    @property
+    def dealt(self) -> bool:
+        """Whether drafts can be dealt out to several ranks: trees that come from tokens alone."""
+        return False
+
     def prepare(self, model: Model) -> Method:
         """Check that the method works with `model`, and load what it needs. A prepared method stays as it is."""
         if self.branches and not model.branches:

@@ -27,6 +27,7 @@ from .plain import Engine, HeadFunction, Question, See, answered
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 256  # rows of text at a time
+RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
 PRIME = 11
@@ -57,13 +58,18 @@ class GraphEngine(Engine):
         self._reader: Sequence | None = None  # whose
 
     def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
-        self._read(sequence, 0, see)
+        self._read(sequence, RIDERS if sequence.slots else 0, see)
         rows = self.pool.place(sequence, draft)
         self._make_storage(rows)
         self._update_text(sequence, rows)
         if self.exact:
-            return self._score_exactly(rows)
-        return self._replay(rows.numbers, rows.bits, len(rows.text)) or self._score_plainly(rows)
+            scores = self._score_exactly(rows)
+        else:
+            scores = self._replay(rows.numbers, rows.bits, len(rows.text)) or self._score_plainly(rows)
+        riders = len(rows) - len(draft)
+        if see and riders:
+            see(scores.hidden[:riders])
+        return _from(riders, scores) if riders else scores
 
     def climb(
         self,
@@ -131,7 +137,7 @@ class GraphEngine(Engine):
         return True
 
     def _read(self, sequence: Sequence, leave: int, see: See | None = None) -> None:
-        while behind := len(sequence.tokens) - 1 - len(sequence.slots):
+        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > leave:
             rows = self.pool.place_text(sequence, min(behind, READING))
             past = len(rows.text)
             self._make_storage(rows)
@@ -428,6 +434,12 @@ def _span(length: int) -> int:
     while span < length:
         span *= 2
     return span
+
+
+def _from(first: int, scores: Scores) -> Scores:
+    """The scores without those of the first rows."""
+    found = None if scores.found is None else scores.found[:, first:]
+    return Scores(scores.logits[first:], scores.hidden[first:], found)
 
 
 def _copy(scores: Scores) -> Scores:

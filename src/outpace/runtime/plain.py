@@ -10,6 +10,7 @@ import torch
 
 from ..draft import Draft, Scores
 from ..models.adapter import FixedRows, Model, Output
+from ..picking import Picker
 from ..pool import Pool, Rows, Sequence
 from .costs import CostCurve
 
@@ -40,8 +41,11 @@ class Engine:
         self.costs: CostCurve | None = None  # what steps cost, where it was measured
         self.pool = Pool(model.device)
 
-    def for_one_text(self) -> Engine:
-        """The engine to write a text with: this one, or one apart for models that see whatever the pool holds."""
+    def for_one_text(self, picker: Picker | None = None) -> Engine:
+        """The engine to write a text with: this one, or one apart for models that see whatever the pool holds.
+
+        `picker` will choose its tokens.
+        """
         return self if self.model.branches else Engine(self.model, self.compiled)
 
     def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
