@@ -39,8 +39,8 @@ class AdaDecode(Method):
         model's own output head at the exits, untrained.
     exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
     control: "calibrated" chooses among the exits by what they are predicted to bring, and lets a guess leave where its
-        measured chances are worth more than it costs; "fixed" asks all exits, and a guess leaves where its confidence is
-        above `gamma`, as in the paper.
+        measured chances are worth more than it costs; "fixed" asks all exits, and lets a guess leave where its
+        confidence is above `gamma`, as in the paper.
     gamma: with "fixed", the confidence above which a guess leaves.
     pending: with "fixed", how many guesses may wait for their other layers.
     """
