@@ -31,7 +31,7 @@ RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
 PRIME = 11
-HEAD_ROWS = 8  # the most new rows that heads read in a graph
+HEAD_ROWS = 24  # the most new rows that heads read in a graph
 
 
 class GraphEngine(Engine):
