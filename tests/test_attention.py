@@ -35,6 +35,7 @@ def placed(length: int, draft: Draft, rng: random.Random) -> tuple[Pool, Rows]:
         sequence.slots = taken[length + len(draft) : 2 * length + len(draft)]
         pool._positions[sequence.slots] = range(length)
         rows = pool.place(sequence, draft)
+        assert len(rows.slot_positions) == rows.sees.shape[1]  # kept before the slots are free again
         sequence.slots = []
     return pool, rows
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..draft import Draft, Scores, Verdict, chain, find_best
+from ..draft import Draft, Verdict, chain, find_best
 from ..errors import InputError, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
 from ..models.attention import SlotLists
 from ..pool import Numbers, Pool, Rows, Sequence
-from .plain import Engine, HeadFunction, Question, See, answered
+from .plain import Engine, HeadFunction, Question, answered
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 256  # rows of text at a time
@@ -56,14 +56,9 @@ class GraphEngine(Engine):
         self._text = torch.zeros(0, dtype=torch.long)  # on the device: the slots of one sequence
         self._reader: Sequence | None = None  # whose
 
-    def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
-        self._read(sequence, 0, see)
-        rows = self.pool.place(sequence, draft)
-        self._make_storage(rows)
-        self._update_text(sequence, rows)
-        if self.exact:
-            return self._score_exactly(rows)
-        return self._replay(rows.numbers, rows.bits, len(rows.text)) or self._score_plainly(rows)
+    @property
+    def reading(self) -> tuple[int, int]:
+        return READING, 0
 
     def climb(
         self,
@@ -78,32 +73,31 @@ class GraphEngine(Engine):
         """Logits are there when the last layer has run."""
         self._make_storage(rows)
         self._update_text(sequence, rows)
-        tree = rows.tails if self.exact else rows.bits
-        layers = (start, self.model.layers if stop is None else stop)
-        graph = self._launch(rows.numbers, tree, len(rows.text), layers, hidden, question)
+        whole = start == 0 and stop is None
+        if whole and self.exact:
+            return self._compute_exactly(rows, logits)
+        graph = None
+        if self._graphs or logits or not whole:  # the first text does not wait for a graph to read it
+            layers = (start, self.model.layers if stop is None else stop)
+            tree = rows.tails if self.exact else rows.bits
+            graph = self._launch(rows.numbers, tree, len(rows.text), layers, hidden, question)
         if graph is None:
             return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
-        scores = graph.scores(len(rows))
-        if not logits:
-            return Output(scores.logits[:0], scores.hidden, answer=graph.answer)
-        assert scores.found is not None
-        return Output(scores.logits[-logits:], scores.hidden, scores.found[:, -logits:], graph.answer)
+        return graph.share(len(rows), logits)
 
-    def _score_plainly(self, rows: Rows) -> Scores:
-        output = self.model.forward(self.pool, rows, logits=len(rows))
-        return Scores(output.logits, output.hidden)
-
-    def _score_exactly(self, rows: Rows) -> Scores:
+    def _compute_exactly(self, rows: Rows, logits: int) -> Output:
         """In parts, where there are more rows than the graph takes. A row's ancestors are never in a later part."""
         tails = rows.tails()
         if tails.shape[1] > WIDTH:
             raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        size = self.sizes[0]
-        parts: list[Scores] = []
+        size = self.sizes[0] if logits else READING
+        parts: list[Output] = []
         for start in range(0, len(rows), size):
             parts = [*parts[:-1], *map(_copy, parts[-1:])]
             graph = self._graph(size, len(rows.text))
-            parts.append(graph.run(rows.numbers[:, start : start + size], tails[start : start + size], len(rows.text)))
+            graph.launch(rows.numbers[:, start : start + size], tails[start : start + size], len(rows.text))
+            count = min(size, len(rows) - start)
+            parts.append(graph.share(count, count if logits else 0))
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def is_exact(self) -> bool:
@@ -130,35 +124,14 @@ class GraphEngine(Engine):
                 self.pool.keep(sequence, alone, Verdict((0,), (token,)))
         return True
 
-    def _read(self, sequence: Sequence, leave: int, see: See | None = None) -> None:
-        while behind := len(sequence.tokens) - 1 - len(sequence.slots):
-            rows = self.pool.place_text(sequence, min(behind, READING))
-            past = len(rows.text)
-            self._make_storage(rows)
-            self._update_text(sequence, rows)
-            read: Scores | Output | None = None
-            if self.exact:
-                read = self._graph(READING, past).run(rows.numbers, rows.tails(), past)
-            elif self._graphs:  # the first text does not wait for a graph to read it
-                read = self._replay(rows.numbers, rows.bits, past)
-            if read is None:
-                read = self.model.forward(self.pool, rows, logits=0)
-            if see:
-                see(read.hidden)
-
-    def _replay(self, numbers: Numbers, tree: Callable[[], Numbers], past: int) -> Scores | None:
-        """The rows' scores by a graph; None where there is none for so many."""
-        graph = self._launch(numbers, tree, past)
-        return None if graph is None else graph.scores(numbers.shape[1])
-
     def _launch(
         self,
         numbers: Numbers,
         tree: Callable[[], Numbers],
         past: int,
-        layers: tuple[int, int] | None = None,
-        hidden: torch.Tensor | None = None,
-        question: Question | None = None,
+        layers: tuple[int, int],
+        hidden: torch.Tensor | None,
+        question: Question | None,
     ) -> _Graph | None:
         """A graph that has computed the rows; None where there is none for so many."""
         count = numbers.shape[1]
@@ -399,14 +372,13 @@ class _Graph(_FixedStep):
             last = (self.rows.slots != self.pool.scratch).sum(0, keepdim=True).sub(1).clamp(min=0)
             self.answer = self.question.function(self.output.hidden.index_select(0, last))
 
-    def run(self, numbers: Numbers, tree: Numbers, past: int) -> Scores:
-        """The rows' scores, good until the next run."""
-        self.launch(numbers, tree, past)
-        return self.scores(numbers.shape[1])
-
-    def scores(self, count: int) -> Scores:
-        """Of the first rows, as the last run left them."""
-        return Scores(self.output.logits[:count], self.output.hidden[:count], self.found[:, :count])
+    def share(self, count: int, logits: int, first: int = 0) -> Output:
+        """What the last launch left of `count` rows from `first` on, with the logits of their last ones."""
+        rows = slice(first, first + count)
+        if not logits:
+            return Output(self.output.logits[:0], self.output.hidden[rows], answer=self.answer)
+        last = slice(first + count - logits, first + count)
+        return Output(self.output.logits[last], self.output.hidden[rows], self.found[:, last], self.answer)
 
 
 class _HeadStep(_FixedStep):
@@ -430,10 +402,10 @@ def _span(length: int) -> int:
     return span
 
 
-def _copy(scores: Scores) -> Scores:
-    """Scores that outlive the next replay."""
-    return Scores(scores.logits.clone(), scores.hidden.clone())
+def _copy(output: Output) -> Output:
+    """An output that outlives the next replay."""
+    return Output(output.logits.clone(), output.hidden.clone())
 
 
-def _join(parts: list[Scores]) -> Scores:
-    return Scores(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))
+def _join(parts: list[Output]) -> Output:
+    return Output(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))
