@@ -32,13 +32,13 @@ from outpace.heads.exits import BINS, BORDERS, spread
 from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.methods.leaving import Calibrated, Costs, costs_of, predict
 from outpace.methods.staircase import Heights, Staircase
-from outpace.runtime.plain import alone
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.models.whole import layer_sizes
 from outpace.picture import LAYER, climbs_of, staircase
 from outpace.runtime.costs import CostCurve
 from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.plain import alone
 
 from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, tiny, tiny_chain
 

@@ -46,6 +46,10 @@ class Work(NamedTuple):
         """Compute it alone."""
         return self.engine.climb(*self[1:])
 
+    def goes_with(self, other: Work) -> bool:
+        """Whether the two may share a forward: rows of one pool by the same layers."""
+        return self.engine is other.engine and (self.start, self.stop) == (other.start, other.stop)
+
 
 Asking: TypeAlias = "Generator[Work, Output, T]"
 """What comes to a T, and asks on its way for work and is sent the output. Whoever runs it may pack several's work."""
