@@ -309,8 +309,8 @@ class Decoder:
                 return ids
             if not all(isinstance(item, Mapping) for item in items):
                 raise InputError(
-                    f"the prompt is {prompt!r:.60}: it must be a text, a list of token ids, or a list of chat messages; a "
-                    "list of such prompts is a batch."
+                    f"the prompt is {prompt!r:.60}: it must be a text, a list of token ids, a list of chat messages, "
+                    "or a list of such prompts."
                 )
         if self.tokenizer is None:
             raise InputError("a text prompt needs a tokenizer; this decoder has none. Give token ids.")

@@ -206,6 +206,7 @@ class Pool:
         while self.used and not self._owners[self.used - 1]:
             self.used -= 1
 
+    @torch.inference_mode()
     def wipe(self, slots: Items[int]) -> None:
         """Make the keys and values of slots zero, in all layers."""
         for layer in self._layers.values():
