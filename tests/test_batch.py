@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from itertools import chain
 from typing import Any
@@ -34,6 +35,7 @@ from outpace import (
 )
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
+from outpace.runtime import graphs
 from outpace.runtime.graphs import GraphEngine
 
 from .conftest import tiny, tiny_chain
@@ -103,14 +105,31 @@ def test_each_text_is_the_one_it_is_alone(count: int) -> None:
     assert together(decoder, *texts) == expected
 
 
+@pytest.mark.parametrize("exact_rows", [0, 8])
+def test_on_fixed_rows_too(exact_rows: int) -> None:
+    """Packed rows in fixed places, and in exact mode texts that take turns. The pool grows meanwhile."""
+    texts = some(10, seed=3)
+    decoder = graph_decoder(exact_rows=exact_rows, capacity=64)
+    assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
+
+
+def test_more_texts_and_rows_than_a_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "TEXTS", (2, 4))
+    monkeypatch.setattr(graphs, "LINES", 6)
+    decoder = graph_decoder()
+    monkeypatch.setattr(decoder.engine, "sizes", [2, 8, 16])
+    texts = some(9, seed=5)
+    assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
+
+
 @settings(max_examples=15)
 @given(st.data())
 def test_joins_and_cancellations_change_nobody_else(data: Any) -> None:
     """Texts join and are cancelled at random steps; whoever is written to the end has the text it has alone."""
     count = data.draw(st.integers(1, 6))
     prompts, methods, samplings, lengths = some(count, data.draw(st.integers(0, 20)))
-    decoder = _decoder()
-    expected = alone(decoder, prompts, methods, samplings, lengths)
+    decoder = data.draw(st.sampled_from([_decoder(), _on_fixed_rows()]))
+    expected = alone(_decoder(), prompts, methods, samplings, lengths)
     joins = sorted(data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count)))
     cancels = {data.draw(st.integers(0, count - 1)): data.draw(st.integers(0, 12)) for _ in range(count // 2)}
     batch = decoder.batch(most=data.draw(st.integers(1, 6)))
@@ -139,13 +158,14 @@ def test_joins_and_cancellations_change_nobody_else(data: Any) -> None:
         assert text == expected[number] if number not in cancelled else text == expected[number][: len(text)]
 
 
-_known: list[Decoder] = []
-
-
+@functools.cache
 def _decoder() -> Decoder:
-    if not _known:
-        _known.append(Decoder(tiny("Llama")))
-    return _known[0]
+    return Decoder(tiny("Llama"))
+
+
+@functools.cache
+def _on_fixed_rows() -> Decoder:
+    return graph_decoder(capacity=32)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Phi3"])

@@ -100,7 +100,7 @@ def _dense(
     sees = torch.zeros(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
     at = lists.positions[:, None]
     whose = lists.whose if lists.packed else torch.zeros_like(lists.positions)
-    for text in whose.unique().tolist():
+    for text in sorted(set(whose.tolist())):
         past, mine = int(lists.length[text]), whose == text
         place = torch.arange(past, device=query.device)
         seen = at[mine] - place < lists.window if lists.window else torch.ones_like(at[mine] + place, dtype=torch.bool)

@@ -126,6 +126,8 @@ def part(
                 position = tl.load(positions + index, mask=there, other=0)
         if WINDOW > 0:
             sees = sees & (at[:, None] - position[None, :] < WINDOW)
+        if PACKED:  # what other texts have there may be NaN, and zero times that, too
+            value = tl.where((tl.max(sees.to(tl.int32), 0) > 0)[:, None], value, 0.0)
         peak, weight, total = _add(scores, value, sees, peak, weight, total, PRECISION)
     stored = (split * rows + row) * heads + head
     tl.store(peaks + stored, peak, mask=real)
