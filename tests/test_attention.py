@@ -45,11 +45,11 @@ def placed(length: int, draft: Draft, rng: random.Random) -> tuple[Pool, Rows]:
 def lists(pool: Pool, rows: Rows, window: int, exact: bool) -> attention.SlotLists:
     text = torch.zeros(1, pool.capacity, dtype=torch.long, device=DEVICE)
     text[0, : len(rows.text)] = torch.tensor(rows.text, dtype=torch.long)
-    nothing = torch.zeros(2, 1, dtype=torch.long, device=DEVICE)
+    nothing = torch.zeros(2, dtype=torch.long, device=DEVICE)
     return attention.SlotLists(
         text=text,
         length=torch.tensor([len(rows.text)], device=DEVICE),
-        whose=nothing[0],
+        whose=nothing,
         tiles=nothing,
         positions=rows.positions,
         slots=rows.slots,
@@ -107,7 +107,7 @@ def packed_lists(pool: Pool, parts: list[Rows], fill: int, most: int, window: in
         text=text,
         length=torch.tensor([*(len(part.text) for part in parts), 0], device=DEVICE),
         whose=torch.tensor(whose, device=DEVICE),
-        tiles=torch.tensor(tiles, device=DEVICE).T.contiguous(),
+        tiles=torch.tensor(tiles, device=DEVICE).T.flatten(),
         positions=torch.cat([*(part.positions for part in parts), torch.zeros(fill, dtype=torch.long, device=DEVICE)]),
         slots=torch.cat([*(part.slots for part in parts), torch.tensor(scratch, dtype=torch.long, device=DEVICE)]),
         tree=torch.from_numpy(np.packbits(among, axis=1, bitorder="little").view(np.int64)).to(DEVICE),

@@ -25,7 +25,7 @@ class SlotLists(NamedTuple):
     text: torch.Tensor  # [texts, slots] first come the slots of the text
     length: torch.Tensor  # [texts] how many of them
     whose: torch.Tensor  # [rows] which text a row is of
-    tiles: torch.Tensor  # [2, tiles] rows of one text: the first, and the first that is not there; equal: none
+    tiles: torch.Tensor  # [2 × tiles] rows of one text: the first of each tile, then where each ends; equal: none
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]
     tree: torch.Tensor  # [rows, rows / 64] a bit for each other row that the row sees; exact: see `exact`
@@ -144,7 +144,7 @@ def _launch(
     if lists.packed:
         shape = shape._replace(tile=min(64, max(16, next_power_of_2(lists.packed * group))))
         parts = cdiv(lists.packed, shape.tile // group)
-        programs = lists.tiles.shape[1] * parts
+        programs = len(lists.tiles) // 2 * parts
     text_splits = cdiv(lists.span, shape.split)
     splits = text_splits + (0 if lists.exact else cdiv(rows, shape.split))
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
@@ -167,7 +167,7 @@ def _launch(
     kernels.part[(programs, units, splits)](
         *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, lists.tree),
         *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, shape.split, factor),
-        *(lists.whose, lists.tiles, lists.text.stride(0), lists.tiles.stride(0)),
+        *(lists.whose, lists.tiles, lists.text.stride(0), len(lists.tiles) // 2),
         TILE=shape.tile,
         PARTS=parts,
         PACKED=lists.packed > 0,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Numbers that differ from step to step: without this a kernel is compiled anew where one is 1 or divisible by 16.
-VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tiles_line"]
+VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count"]
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _both(peak, weight, total, other_peak, other_weight, other_total):
 def part(
     query, keys, values, text, length, positions, slots, tree, tree_row, sums, peaks,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
-    rows, heads, splits, text_splits, walk, factor, whose, tiles, text_line, tiles_line,
+    rows, heads, splits, text_splits, walk, factor, whose, tiles, text_line, tile_count,
     TILE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
@@ -65,7 +65,7 @@ def part(
     if PACKED:
         entry = tl.program_id(0) // PARTS
         first_row = (tl.load(tiles + entry) + tl.program_id(0) % PARTS * (TILE // GROUP)).to(tl.int32)
-        row_stop = tl.load(tiles + tiles_line + entry).to(tl.int32)
+        row_stop = tl.load(tiles + tile_count + entry).to(tl.int32)
         mine = tl.load(whose + first_row, mask=first_row < row_stop, other=0)
         length += mine
         text += mine * text_line

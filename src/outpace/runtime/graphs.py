@@ -328,8 +328,9 @@ class _FixedStep:
         self.size = size
         self.on_gpu = pool.device.type == "cuda"
         width = WIDTH if exact else max(2, -(-size // 64))  # a width of 1 would be compiled apart
-        self._tile = min(TILE, max(2, size // texts)) if texts else 0  # the most rows of a tile
-        tiles = size // self._tile + texts + 1 if texts else 2
+        # Sizes that differ from each other are compiled as sizes that may change independently.
+        self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
+        tiles = size // self._tile + texts + 1 if texts else 3
         parts = [len(text), size, 2 * tiles, size, size, size, size * width]
         self._host = torch.zeros(sum(parts), dtype=torch.long, pin_memory=self.on_gpu)
         lengths, whose, table, tokens, positions, slots, tree = torch.split(self._host, parts)
@@ -344,7 +345,7 @@ class _FixedStep:
         self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
         self._box = self._host.to(pool.device)
         length, whose, table, tokens, positions, slots, tree = torch.split(self._box, parts)
-        seen = (text, length, whose, table.view(2, tiles), positions, slots, tree.view(size, width))
+        seen = (text, length, whose, table, positions, slots, tree.view(size, width))
         self.rows = FixedRows(tokens, positions, slots, SlotLists(*seen, span, self._tile, exact))
         # Rows that come from the middle, or from the end, bring their hidden states.
         self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
