@@ -3,6 +3,7 @@
     python scripts/gpu_session.py shape                          a step of a Llama-3.1-8B shape, by rows and context
     python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
     python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
+    python scripts/gpu_session.py batch --model DIR --data FILE --tokens 64  tokens/s of batches of 1, 4, 16 and 64
     python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
 
 DIR holds the embedded model (`--gguf PART1 PART2` makes it, as in measure.py), FILE is Spec-Bench's question file. The
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from measure import assemble, spec_bench
+from measure import assemble, spec_bench, written_together
 from outpace import (
     Amphista,
     Autoregressive,
@@ -46,8 +47,9 @@ from outpace.draft import Draft, chain
 from outpace.heads import Heads
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
+from outpace.pool import Pool
 from outpace.runtime.choose import engine_for
-from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.graphs import FIRST_SPAN, GraphEngine
 from outpace.runtime.plain import Engine
 from outpace.training.data import read_answers
 from outpace.training.run import make_heads
@@ -56,6 +58,7 @@ from outpace.training.trainer import Plan, Trainer
 CONSOLE = Console(width=150)
 NEW_TOKENS = 128
 DEVICE, DTYPE = "cuda", torch.bfloat16
+BATCHES = (1, 4, 16, 64)
 
 
 def llama_8b() -> Any:
@@ -407,6 +410,44 @@ def ablation(arguments: argparse.Namespace) -> None:
     print_accuracies(CONSOLE, {name: part.tolist() for name, part in found.items()})
 
 
+def batch(arguments: argparse.Namespace) -> None:
+    """Texts of one method, so many at the same time; texts join as others leave. Tokens/s are those of all texts."""
+    model, tokenizer = load_wide(arguments)
+    decoder = Decoder(model, tokenizer, method=Autoregressive())
+    if isinstance(decoder.engine, GraphEngine):  # room for all texts: a pool that grows has its graphs captured anew
+        decoder.engine.pool = Pool(decoder.model.device, capacity=arguments.slots)
+    small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    heads = with_heads(small, arguments.times)
+    chosen = {
+        "plain": Autoregressive(),
+        "prompt-lookup (8 rows)": PromptLookup(rows=8, priced=False),
+        "lookahead (4, 3, 4)": Lookahead(window=4, ngram=3, guesses=4),
+        "amphista with lookup (16 rows)": heads["amphista with lookup (16 rows)"],
+    }
+    ready = {name: decoder.prepare(method) for name, method in chosen.items()}
+    questions = spec_bench(arguments.data, 20)
+    mixed = [question for first in range(20) for question in questions[first::20]]  # the tasks in turn
+    prompts = [decoder.encode(question["text"]) for question in mixed]
+    prompts = [prompt for prompt in prompts if len(prompt) + arguments.tokens < FIRST_SPAN][: max(BATCHES)]
+    start = time.perf_counter()
+    for most in BATCHES:
+        for method in ready.values():  # not timed: graphs are captured
+            written_together(decoder, method, prompts[: most + most // 4], most, 8)
+    print(f"graphs captured in {time.perf_counter() - start:.0f} s")
+    alone, _ = written_together(decoder, ready["plain"], prompts, 1, arguments.tokens)
+    table = Table("method", "texts together", "tokens/s", "plain alone = 1", "same text as plain alone")
+    base = 0.0
+    for most in BATCHES:
+        count = min(len(prompts), max(16, most))
+        for name, method in ready.items():
+            written, seconds = written_together(decoder, method, prompts[:count], most, arguments.tokens)
+            speed = sum(map(len, written)) / seconds
+            base = base or speed
+            same = sum(text == expected for text, expected in zip(written, alone, strict=False))
+            table.add_row(name, str(most), f"{speed:.1f}", f"{speed / base:.2f}", f"{same} of {count}")
+    CONSOLE.print(f"{len(prompts)} prompts, {arguments.tokens} new tokens", table)
+
+
 def first_layers(model: Any, count: int) -> Any:
     """A draft model: the target's own first layers, under its own head."""
     config = copy.deepcopy(model.config)
@@ -421,16 +462,17 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact", "ablation"])
-    parser.add_argument("--model", help="the embedded model's folder, for wide and exact")
+    parser.add_argument("what", choices=["shape", "wide", "exact", "batch", "ablation"])
+    parser.add_argument("--model", help="the embedded model's folder, for wide, exact and batch")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
     )
-    parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for wide and exact")
+    parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for wide, exact and batch")
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
     parser.add_argument("--only", nargs="+", help="for wide: plain and the methods that begin so, without transformers")
-    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact")
+    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact and batch")
+    parser.add_argument("--slots", type=int, default=65536, help="of the pool, for batch")
     parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation")
     parser.add_argument("--minutes", type=float, default=2.0, help="of training, for ablation")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="of an update, for ablation")
@@ -438,11 +480,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here")
-    if arguments.what in ("wide", "exact") and not (arguments.model and arguments.data and arguments.data.is_file()):
+    if arguments.what in ("wide", "exact", "batch") and not (
+        arguments.model and arguments.data and arguments.data.is_file()
+    ):
         parser.error(f"{arguments.what} needs --model and --data")
     if arguments.what == "ablation" and not (arguments.model and arguments.answers):
         parser.error("ablation needs --model and --answers")
-    {"shape": shape, "wide": wide, "exact": exact, "ablation": ablation}[arguments.what](arguments)
+    {"shape": shape, "wide": wide, "exact": exact, "batch": batch, "ablation": ablation}[arguments.what](arguments)
 
 
 if __name__ == "__main__":
