@@ -379,6 +379,20 @@ def test_bad_input_is_named(prompts: Any, options: dict[str, Any], words: str) -
     assert decoder.engine.pool.held == 0
 
 
+def test_there_must_be_room_for_a_text() -> None:
+    with pytest.raises(InputError, match="most=0 must be 1 or more"):
+        _decoder().batch(0)
+
+
+def test_a_method_by_name_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = _decoder()
+    prepared = []
+    prepare = decoder.prepare
+    monkeypatch.setattr(decoder, "prepare", lambda method: prepared.append(method) or prepare(method))
+    decoder.generate([[1, 2], [3, 4], [5]], method=["jacobi", "jacobi", Autoregressive()], max_new_tokens=2)
+    assert prepared.count("jacobi") == 1
+
+
 def test_an_unknown_text_cannot_be_cancelled() -> None:
     with pytest.raises(InputError, match="there is no text 2 to cancel; this batch has 1"):
         _decoder().stream([[1, 2]]).cancel(2)

@@ -40,7 +40,7 @@ class _Begun:
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
         self.prompt = request.prompt
-        self.read = False  # whether its prompt is computed
+        self.read = False  # whether its first step is done
         self.ended = False
         self.text: Text = write(*request, share=True)
         self.work: Work  # what it waits for
@@ -94,9 +94,9 @@ class Writing:
     def step(self) -> list[Event]:
         """Let texts join, run one forward, and say what came of it."""
         events = self._admit()
-        pack = self._next_pack()
-        if not pack:
+        if not self._texts:
             return events
+        pack = self._next_pack()
         works = [begun.work for begun in pack]
         replies: Sequence[Output | Exception]
         try:
@@ -131,18 +131,14 @@ class Writing:
 
     def _next_pack(self) -> list[_Begun]:
         """Those whose work goes in the next forward: the first, and what it goes together with."""
-        pack: list[_Begun] = []
-        rows = 0
-        for begun in self._texts.values():
-            work = begun.work
-            rows += len(work.rows)
-            engine = work.engine
-            if not pack or (
-                work.goes_with(pack[0].work) and rows <= engine.most_rows and len(pack) < engine.most_texts
-            ):
+        first, *others = self._texts.values()
+        pack, engine = [first], first.work.engine
+        room = engine.most_rows - len(first.work.rows)
+        for begun in others:
+            count = len(begun.work.rows)
+            if count <= room and len(pack) < engine.most_texts and begun.work.goes_with(first.work):
                 pack.append(begun)
-            else:
-                rows -= len(work.rows)
+                room -= count
         return pack
 
     def close(self) -> None:

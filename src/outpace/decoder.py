@@ -273,6 +273,10 @@ class Decoder:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise InputError(f"n={n!r} must be 1 or more, a whole number.")
         given = {name: _for_each(name, options.pop(name, None), len(prompts)) for name in _EACH}
+        named = {method: self.prepare(method) for method in given["method"] if isinstance(method, str)}
+        given["method"] = [
+            named.get(method, method) if isinstance(method, str) else method for method in given["method"]
+        ]
         batch = self.batch()
         for number, prompt in enumerate(prompts):
             own = {name: values[number] for name, values in given.items() if values[number] is not None}
@@ -346,6 +350,8 @@ class Batch:
     """
 
     def __init__(self, decoder: Decoder, most: int = MOST) -> None:
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise InputError(f"most={most!r} must be 1 or more, a whole number.")
         self.requests: list[Request] = []
         self._decoder = decoder
         self._texts: list[TextStream | None] = []

@@ -122,12 +122,12 @@ def part(
         if among:
             word = tl.load(tree + row * tree_row + block // 64, mask=real, other=0)
             sees = sees & (((word[:, None] >> (index % 64)[None, :]) & 1) != 0)
+            if PACKED:  # what other texts have there may be NaN, and zero times that, too
+                value = tl.where((tl.max(sees.to(tl.int32), 0) > 0)[:, None], value, 0.0).to(value.dtype)
             if WINDOW > 0:
                 position = tl.load(positions + index, mask=there, other=0)
         if WINDOW > 0:
             sees = sees & (at[:, None] - position[None, :] < WINDOW)
-        if PACKED:  # what other texts have there may be NaN, and zero times that, too
-            value = tl.where((tl.max(sees.to(tl.int32), 0) > 0)[:, None], value, 0.0)
         peak, weight, total = _add(scores, value, sees, peak, weight, total, PRECISION)
     stored = (split * rows + row) * heads + head
     tl.store(peaks + stored, peak, mask=real)
