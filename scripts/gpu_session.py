@@ -59,6 +59,7 @@ CONSOLE = Console(width=150)
 NEW_TOKENS = 128
 DEVICE, DTYPE = "cuda", torch.bfloat16
 BATCHES = (1, 4, 16, 64)
+LEAST, COMPARED = 8, 32  # of batch: prompts at least, and texts that are compared
 
 
 def llama_8b() -> Any:
@@ -429,22 +430,19 @@ def batch(arguments: argparse.Namespace) -> None:
     mixed = [question for first in range(20) for question in questions[first::20]]  # the tasks in turn
     prompts = [decoder.encode(question["text"]) for question in mixed]
     prompts = [prompt for prompt in prompts if len(prompt) + arguments.tokens < FIRST_SPAN][: max(BATCHES)]
-    start = time.perf_counter()
-    for most in BATCHES:
-        for method in ready.values():  # not timed: graphs are captured
-            written_together(decoder, method, prompts[: most + most // 4], most, 8)
-    print(f"graphs captured in {time.perf_counter() - start:.0f} s")
-    alone, _ = written_together(decoder, ready["plain"], prompts, 1, arguments.tokens)
+    alone, _ = written_together(decoder, ready["plain"], prompts[:COMPARED], 1, arguments.tokens)
     table = Table("method", "texts together", "tokens/s", "plain alone = 1", "same text as plain alone")
     base = 0.0
     for most in BATCHES:
-        count = min(len(prompts), max(16, most))
         for name, method in ready.items():
-            written, seconds = written_together(decoder, method, prompts[:count], most, arguments.tokens)
+            for _ in range(2):  # the first time graphs are captured, and it is not counted
+                written, seconds = written_together(
+                    decoder, method, prompts[: max(LEAST, most)], most, arguments.tokens
+                )
             speed = sum(map(len, written)) / seconds
             base = base or speed
-            same = sum(text == expected for text, expected in zip(written, alone, strict=False))
-            table.add_row(name, str(most), f"{speed:.1f}", f"{speed / base:.2f}", f"{same} of {count}")
+            same = [text == expected for text, expected in zip(written, alone, strict=False)]
+            table.add_row(name, str(most), f"{speed:.1f}", f"{speed / base:.2f}", f"{sum(same)} of {len(same)}")
     CONSOLE.print(f"{len(prompts)} prompts, {arguments.tokens} new tokens", table)
 
 

@@ -273,10 +273,8 @@ class Decoder:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise InputError(f"n={n!r} must be 1 or more, a whole number.")
         given = {name: _for_each(name, options.pop(name, None), len(prompts)) for name in _EACH}
-        named = {method: self.prepare(method) for method in given["method"] if isinstance(method, str)}
-        given["method"] = [
-            named.get(method, method) if isinstance(method, str) else method for method in given["method"]
-        ]
+        ready = {name: self.prepare(name) for name in {item for item in given["method"] if isinstance(item, str)}}
+        given["method"] = [ready[item] if isinstance(item, str) else item for item in given["method"]]
         batch = self.batch()
         for number, prompt in enumerate(prompts):
             own = {name: values[number] for name, values in given.items() if values[number] is not None}
