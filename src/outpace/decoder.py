@@ -278,11 +278,11 @@ class Decoder:
         batch = self.batch()
         for number, prompt in enumerate(prompts):
             own = {name: values[number] for name, values in given.items() if values[number] is not None}
-            sampling = own.get("sampling") or Sampling()
-            if n > 1 and not sampling.temperature:
+            sampling = own.get("sampling")
+            if n > 1 and not (isinstance(sampling, Sampling) and sampling.temperature):
                 raise InputError(f"n={n}: without sampling all texts are the same. Give a Sampling with a temperature.")
             for sample in range(n):
-                if sample:
+                if sample and isinstance(sampling, Sampling):
                     own["sampling"] = replace(sampling, seed=sampling.seed + sample)
                 try:
                     batch.add(prompt, **own, **options)

@@ -207,10 +207,10 @@ class Pool:
             self.used -= 1
 
     @torch.inference_mode()
-    def wipe(self, slots: Items[int]) -> None:
-        """Make the keys and values of slots zero, in all layers."""
-        for layer in self._layers.values():
-            for part in layer:
+    def wipe(self, slots: Items[int], start: int = 0) -> None:
+        """Make the keys and values of slots zero, in the layers from `start` on."""
+        for layer, stored in self._layers.items():
+            for part in stored if layer >= start else ():
                 part[:, :, list(slots)] = 0
 
     def positions(self) -> Numbers:

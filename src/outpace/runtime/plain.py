@@ -120,11 +120,11 @@ class Engine:
         outputs: list[Output | InvalidLogits] = [*self._run(works)]
         if not any(_is_nan(output) for output in outputs):
             return outputs
-        self.pool.wipe([slot for work in works for slot in work.rows.numbers[2]])
+        self.pool.wipe([slot for work in works for slot in work.rows.numbers[2]], works[0].start)
         for place, work in enumerate(works):
             outputs[place] = output = work.do()
             if _is_nan(output):
-                self.pool.wipe(work.rows.numbers[2])
+                self.pool.wipe([*work.rows.numbers[2]], work.start)
                 outputs[place] = InvalidLogits("the model's hidden states contain NaN")
         return outputs
 
