@@ -220,6 +220,22 @@ def test_a_packed_forward_takes_the_rows_of_all_texts() -> None:
     assert counts == [8, 4, 4, 4, 4]
 
 
+def test_rows_that_want_the_same_layers_climb_together() -> None:
+    decoder = Decoder(tiny("Llama"))
+    method = decoder.prepare(SelfSpeculative(exit=2, length=2))
+    ran = []
+    forward = decoder.model.forward
+
+    def watched(pool: Any, rows: Any, logits: Any, start: int = 0, stop: Any = None, *rest: Any) -> Any:
+        ran.append((len(rows), start, stop))
+        return forward(pool, rows, logits, start, stop, *rest)
+
+    decoder.model.forward = watched  # type: ignore[method-assign]
+    decoder.generate([[1, 2, 3], [4, 5], [6, 7]], method=method, max_new_tokens=4)
+    assert ran[0] == (7, 0, None)  # the prompts
+    assert ran[1:5] == [(3, 0, 2), (3, 0, 2), (3, 0, 2), (9, 2, 4)]
+
+
 def test_samples_of_a_prompt_share_its_slots() -> None:
     decoder = Decoder(tiny("Llama"), method=Autoregressive())
     prompt = prompt_of(1, 40)
