@@ -23,6 +23,7 @@ LEVELS = [
     ["heads"],
     ["methods"],
     ["loop"],
+    ["batch"],
     ["text"],
     ["hook", "decoder"],
     ["parallel", "trace"],

@@ -14,7 +14,7 @@ A rank that dies or hangs ends the run on all others with an error that names it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from hashlib import sha256
@@ -27,14 +27,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from . import __version__
-from .decoder import DEFAULT_MODEL, Decoder
+from .batch import MOST, Request
+from .decoder import DEFAULT_MODEL, Batch, Decoder
 from .decoder import load as load_decoder
-from .draft import NOTHING, Draft, Scores, Step, chain
+from .draft import NOTHING, Draft, Scores, chain
 from .errors import InputError, InvalidLogits, RankError
 from .methods import Method
-from .picking import Picker, Sampling
+from .picking import Picker
 from .pool import Sequence as Text
-from .runtime.plain import Engine, See
+from .runtime.plain import Asking, Engine, See
+from .text import TextStream
 
 TIMEOUT = 120.0
 BOX = 256  # integers of an exchange: a kilobyte from each rank. What does not fit goes in a second one
@@ -161,11 +163,11 @@ class ParallelEngine(Engine):
     def for_one_text(self, picker: Picker | None = None) -> Engine:
         return ParallelEngine(self.engine.for_one_text(picker), self.ranks, picker)
 
-    def score(self, sequence: Text, draft: Draft, see: See | None = None) -> Scores:
+    def scoring(self, sequence: Text, draft: Draft, see: See | None = None) -> Asking[Scores]:
         """Scores with the best token of every row and the target's choices. Logits stay on the rank that has them."""
         shares = deal(draft, self.ranks.count)
         share = shares[self.ranks.rank]
-        scores = self.engine.score(sequence, _part(draft, share))
+        scores = yield from self.engine.scoring(sequence, _part(draft, share))
         sequence.share = share
         about = _digest((draft.tokens, draft.parents))
         best, chosen = [0] * len(draft), dict[int, int]()
@@ -237,22 +239,26 @@ class ParallelDecoder(Decoder):
             )
         return ready
 
-    def _stream(
-        self, tokens: list[int], limit: int, sampling: Sampling, stop: Sequence[str], method: Method
-    ) -> Iterator[Step]:
-        if sampling.processors:
+    def request(self, prompt: Any, **options: Any) -> tuple[Request, TextStream | None]:
+        """As `Decoder.request`. All ranks must ask for the same."""
+        request, text = super().request(prompt, **options)
+        if request.sampling.processors:
             raise InputError(
                 "logits processors cannot be used on several ranks: each would be called for some of the tokens only."
             )
         self.ranks.compare(
             Stage.BEGINNING,
-            prompt=tokens,
-            max_new_tokens=limit,
-            sampling=sampling,
-            list_of_stop_strings=tuple(stop),
-            method=method,
+            prompt=request.prompt,
+            max_new_tokens=options.get("max_new_tokens"),
+            sampling=request.sampling,
+            list_of_stop_strings=options.get("stop"),
+            method=request.method,
         )
-        yield from super()._stream(tokens, limit, sampling, stop, method)
+        return request, text
+
+    def batch(self, most: int = MOST) -> Batch:
+        """Refused: ranks hold different rows, so they would pack different forwards."""
+        raise InputError("a batch cannot be dealt out to ranks. Give one prompt at a time.")
 
 
 def load(

@@ -20,7 +20,7 @@ from ..heads.storing import Stored, is_for, load
 from ..models.adapter import Ends, Model, Output
 from ..picking import Picker
 from ..pool import Pool, Sequence
-from ..runtime.plain import Engine, Question
+from ..runtime.plain import Asking, Engine, Question, alone
 from .base import Drafter, Method
 from .headed import SHIPPED, Ready
 from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
@@ -208,7 +208,7 @@ class _Drafter(Drafter):
         self.stairs: Staircase | None = None
         self.asked: list[Asked] = []
 
-    def draft(self, room: int) -> Draft:
+    def drafting(self, room: int) -> Asking[Draft]:
         text = self.sequence.tokens
         self.stairs = None
         self.asked = []
@@ -222,7 +222,7 @@ class _Drafter(Drafter):
         proposals: list[torch.Tensor | None] = [None]
         self.control.begin()
         while len(stairs.tokens) <= most:
-            left = self._leave(stairs, self.control)
+            left = yield from self._leave(stairs, self.control)
             if left is None:
                 break
             token, proposal, layer = left
@@ -232,13 +232,14 @@ class _Drafter(Drafter):
         tokens = tuple(stairs.tokens)
         return Draft(tokens, tuple(range(-1, len(tokens) - 1)), len(tokens), tuple(sources), tuple(proposals))
 
-    def _leave(self, stairs: Staircase, control: Control) -> tuple[int, torch.Tensor | None, int] | None:
+    def _leave(self, stairs: Staircase, control: Control) -> Asking[tuple[int, torch.Tensor | None, int] | None]:
         """Climb with the newest row until a guess leaves: the guess, its distribution, the layer. None: none does."""
         prefix = [*self.sequence.tokens, *stairs.tokens[1:]]
         exit_ = control.next(-1)
         while exit_ is not None:
             layer = self.exits[exit_]
-            scores, confidence = _answer(stairs.climb(layer, self.questions[exit_]))
+            output = yield from stairs.climb(layer, self.questions[exit_])
+            scores, confidence = _answer(output)
             leaves = control.leaves(exit_, confidence)
             if leaves or self.guesser.greedy:  # a greedy guess is there anyway, and shows how good the exit is
                 try:
@@ -257,10 +258,8 @@ class _Drafter(Drafter):
             return self.guesser.choose_after(0, scores, prefix), None
         return self.guesser.guess(scores.logits[0], prefix)
 
-    def score(self, draft: Draft) -> Scores:
-        if self.stairs is None:
-            return super().score(draft)
-        return self.stairs.finish()
+    def score(self, draft: Draft) -> Asking[Scores]:
+        return super().score(draft) if self.stairs is None else self.stairs.finish()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         if self.stairs is None or self.control is None:
@@ -288,8 +287,8 @@ def _answer(output: Output) -> tuple[Scores, float]:
 class _Believer(_Drafter):
     """Has the target say after each row what was guessed there."""
 
-    def score(self, draft: Draft) -> Scores:
-        scores = super().score(draft)
+    def score(self, draft: Draft) -> Asking[Scores]:
+        scores = yield from super().score(draft)
         logits = scores.logits.clone()
         for row, token in enumerate(draft.tokens[1:]):
             logits[row] = -math.inf
@@ -333,8 +332,8 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
         stairs = Staircase(engine, sequence, len(text))
         for place, token in enumerate(text):
             stairs.push(token)
-            stairs.climb(exits[-1 - place % len(exits)])
-        apart = stairs.finish().logits
+            alone(stairs.climb(exits[-1 - place % len(exits)]))
+        apart = alone(stairs.finish()).logits
     with engine.pool.sequence(text[:1]) as sequence:
         together = engine.score(sequence, chain(text[0], text[1:], "")).logits
     spread_ = (together.float() - together.float().mean(-1, keepdim=True)).norm()

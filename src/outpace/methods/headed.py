@@ -21,7 +21,7 @@ from ..models.adapter import FixedRows, Model
 from ..picking import Foreseen, Picker, likeliest
 from ..pool import Numbers
 from ..pool import Sequence as Text
-from ..runtime.plain import Engine
+from ..runtime.plain import Asking, Engine
 from .base import Drafter, Method
 from .ngrams import History
 
@@ -118,6 +118,10 @@ class Headed(Method):
             "--model MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER."
         )
 
+    @property
+    def shares(self) -> bool:
+        return not self.heads.heads.reads_text  # they have to read what another text has computed, too
+
     def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)
 
@@ -147,8 +151,8 @@ class _Drafter(Drafter):
         self.top = method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
         self.named = picker.candidates(self.top)  # so many guesses of each head are brought from the device
 
-    def score(self, draft: Draft) -> Scores:
-        return self.engine.score(self.sequence, draft, self._see if self.heads.reads_text else None)
+    def score(self, draft: Draft) -> Asking[Scores]:
+        return self.engine.scoring(self.sequence, draft, self._see if self.heads.reads_text else None)
 
     def _see(self, hidden: torch.Tensor) -> None:
         self.new.append(hidden.clone())
