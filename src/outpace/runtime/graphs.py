@@ -342,7 +342,10 @@ class _FixedStep:
         # A row that fills up sees itself beyond the text: in exact mode by its slot, otherwise by a bit.
         self._itself = np.eye(size, width * 64, dtype=np.bool_)
         self._alone = pool.scratch if exact else _bits(self._itself)
-        self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
+        if texts:
+            self._fill_packed([], [])
+        else:
+            self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
         self._box = self._host.to(pool.device)
         length, whose, table, tokens, positions, slots, tree = torch.split(self._box, parts)
         seen = (text, length, whose, table, positions, slots, tree.view(size, width))
