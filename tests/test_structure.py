@@ -30,6 +30,7 @@ LEVELS = [
     ["bench"],
     ["board"],
     ["chart", "picture"],
+    ["reproduce"],
     ["serve", "cli"],
 ]
 # `Method.__call__` is the door that transformers' generate comes in by: it opens when called, not when imported.
