@@ -4,6 +4,7 @@
     python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
     python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
     python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
+    python scripts/gpu_session.py reproduce --model DIR --data FILE --each 1  the papers' tables at 7B cost
 
 DIR holds the embedded model (`--gguf PART1 PART2` makes it, as in measure.py), FILE is Spec-Bench's question file. The
 7B model is the embedded one widened eightfold: every feature is repeated, so it computes the same function with 7.25
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from measure import assemble, spec_bench
 from outpace import (
+    AdaDecode,
     Amphista,
     Autoregressive,
     Decoder,
@@ -41,11 +43,16 @@ from outpace import (
     Sampling,
 )
 from outpace.bench.calibration import calibrate
+from outpace.bench.data import read_questions
 from outpace.chart import print_accuracies
 from outpace.draft import Draft, chain
 from outpace.heads import Heads
+from outpace.heads.storing import read_config
+from outpace.methods.headed import Ready
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
+from outpace.reproduce import PAPERS, stem
+from outpace.reproduce.lab import Lab, Scale
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
@@ -202,7 +209,11 @@ def widen_heads(heads: Heads, times: int) -> Heads:
     narrow = heads.state_dict()
     for name, weight in wide.state_dict().items():
         small = narrow[name]
-        if small.dim() == 1 or name == "positions":
+        if name == "ids":  # tokens, which stay the same
+            weight.copy_(small)
+        elif name.startswith("outputs."):  # an output matrix of an exit's own
+            weight.copy_(small.repeat(1, times) / times)
+        elif small.dim() == 1 or name == "positions":
             weight.copy_(small.repeat(*[1] * (small.dim() - 1), times))
         elif "from_tokens" in name:  # several tokens side by side, each as wide as a state
             parts = small.unflatten(1, (-1, heads.shape.width))
@@ -212,13 +223,18 @@ def widen_heads(heads: Heads, times: int) -> Heads:
     return wide.eval()
 
 
+def widened(method: Method, adapted: HFModel, times: int) -> Ready:
+    """The heads of a method, for the widened model, with all that is known about them."""
+    ready: Any = method.prepare(adapted)
+    return Ready(widen_heads(ready.heads.heads, times), ready.heads.about)
+
+
 def with_heads(small: Any, times: int) -> dict[str, Method]:
     """The methods whose heads come with Outpace, for the widened model."""
     found: dict[str, Method] = {}
     adapted = HFModel(small.to(DEVICE, DTYPE))
     for kind in (Medusa, Hydra, Amphista):
-        ready: Any = kind().prepare(adapted)
-        heads = widen_heads(ready.heads.heads, times)
+        heads = widened(kind(), adapted, times)
         for rows in (16, 64):
             found[f"{kind.name} ({rows} rows)"] = kind(heads=heads, rows=rows, lookup=0.0, priced=False)
             found[f"{kind.name} with lookup ({rows} rows)"] = kind(heads=heads, rows=rows, priced=False)
@@ -407,6 +423,48 @@ def ablation(arguments: argparse.Namespace) -> None:
     print_accuracies(CONSOLE, {name: part.tolist() for name, part in found.items()})
 
 
+def reproduce(arguments: argparse.Namespace) -> None:
+    """`outpace reproduce` for each paper, on the widened model with widened heads. Its pages go to --out."""
+    model, tokenizer = load_wide(arguments)
+    decoder = Decoder(model, tokenizer, Autoregressive())
+    if arguments.calibrate:
+        calibrate(decoder)
+    small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    adapted = HFModel(small.to(DEVICE, DTYPE))
+    given = dict(text.split("=", 1) for text in arguments.heads)
+    files = [arguments.data, *arguments.more]
+    questions = read_questions(*files)
+    for paper in arguments.papers:
+        start = time.perf_counter()
+        name = stem(paper, f"smollm2-135m-times-{arguments.times}", decoder)
+        lab = Lab(
+            *(decoder, questions, Scale(arguments.each, arguments.tokens), arguments.out / "runs" / name),
+            model=model,
+            data=", ".join(file.name for file in files),
+            show=lambda share, text="": print(f"{share:.0%} {text}", flush=True),
+        )
+        findings = PAPERS[paper](lab, heads=heads_for(paper, adapted, arguments.times, given))
+        command = f"python scripts/gpu_session.py reproduce --each {arguments.each} --times {arguments.times}"
+        page = findings.save(arguments.out, name, command)
+        print(page.read_text())
+        print(f"{paper}: {time.perf_counter() - start:.0f} s")
+
+
+def heads_for(paper: str, adapted: HFModel, times: int, given: dict[str, str]) -> dict[str, Ready]:
+    """Heads by name for a paper: those that come with Outpace or folders in their place, and variants, all widened."""
+    kinds: dict[str, type[Any]] = {
+        "lookahead": {},
+        "adadecode": {"exits": AdaDecode},
+        "amphista": {"medusa": Medusa, "hydra": Hydra, "amphista": Amphista},
+    }[paper]
+    found = {name: kind(heads=given.get(name)) for name, kind in kinds.items()}
+    for name, folder in given.items():
+        kind = kinds.get(read_config(Path(folder))["kind"])
+        if kind is not None and name not in kinds:
+            found[name] = kind(heads=folder)
+    return {name: widened(method, adapted, times) for name, method in found.items()}
+
+
 def first_layers(model: Any, count: int) -> Any:
     """A draft model: the target's own first layers, under its own head."""
     config = copy.deepcopy(model.config)
@@ -421,28 +479,38 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact", "ablation"])
-    parser.add_argument("--model", help="the embedded model's folder, for wide and exact")
+    parser.add_argument("what", choices=["shape", "wide", "exact", "ablation", "reproduce"])
+    parser.add_argument("--model", help="the embedded model's folder")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
     )
-    parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for wide and exact")
+    parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
     parser.add_argument("--only", nargs="+", help="for wide: plain and the methods that begin so, without transformers")
-    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact")
+    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact and reproduce")
     parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation")
     parser.add_argument("--minutes", type=float, default=2.0, help="of training, for ablation")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="of an update, for ablation")
     parser.add_argument("--times", type=int, default=8, help="how many times as wide")
+    parser.add_argument("--papers", nargs="+", choices=list(PAPERS), default=list(PAPERS), help="for reproduce")
+    parser.add_argument("--more", type=Path, nargs="*", default=[], help="further files of questions, for reproduce")
+    parser.add_argument(
+        "--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="for reproduce, as for `outpace reproduce`"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="for reproduce: measure costs first")
+    parser.add_argument("--out", type=Path, default=Path("out/reproduced"), help="for reproduce: a folder")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here")
-    if arguments.what in ("wide", "exact") and not (arguments.model and arguments.data and arguments.data.is_file()):
+    if arguments.what in ("wide", "exact", "reproduce") and not (
+        arguments.model and arguments.data and arguments.data.is_file()
+    ):
         parser.error(f"{arguments.what} needs --model and --data")
     if arguments.what == "ablation" and not (arguments.model and arguments.answers):
         parser.error("ablation needs --model and --answers")
-    {"shape": shape, "wide": wide, "exact": exact, "ablation": ablation}[arguments.what](arguments)
+    parts = {"shape": shape, "wide": wide, "exact": exact, "ablation": ablation, "reproduce": reproduce}
+    parts[arguments.what](arguments)
 
 
 if __name__ == "__main__":

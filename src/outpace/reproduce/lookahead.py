@@ -121,8 +121,8 @@ def _sampling(lab: Lab) -> Table:
     ]
     columns = ["temperature", "method", "speed", "tokens a step", "ROUGE-1/2/L to plain's text", "to the references"]
     note = (
-        f"Tasks: {', '.join(tasks)}. Large is (5, {wide(lab)}, {wide(lab)}). The paper's columns are CNN/DailyMail's. transformers samples with noise of its "
-        "own, so its text is another."
+        f"Tasks: {', '.join(tasks)}. Large is (5, {wide(lab)}, {wide(lab)}). The paper's columns are CNN/DailyMail's. "
+        "transformers samples with noise of its own, so its text is another."
     )
     title = "Sampling (the paper's Table 2)"
     return Table(title, [*columns, "speed, paper", "tokens a step, paper"], rows, claims, note)
