@@ -132,8 +132,7 @@ def test_lookahead_stopped_and_gone_on(folder: Path, tmp_path: Path, monkeypatch
     assert sum("100.0 / 100.0 / 100.0" in row for row in sampling.rows) >= 6
     assert {row[0] for row in settings.rows} == set(lookahead.TABLE_3)
     assert len(law.rows) == len(found.plots[0].lines["N = 3, measured"]) + len(found.plots[0].lines["N = 5, Eq. 7"])
-    assert seen == sorted(seen)
-    assert seen[-1] < 1
+    assert 0 <= min(seen) <= max(seen) < 1
     page = found.save(tmp_path, stem("lookahead", "/a/Tiny_Model", Decoder(tiny("Llama"))), "the command")
     assert page.name == "lookahead-tiny-model-cpu.md"
     assert "    the command\n" in page.read_text()
