@@ -4,7 +4,8 @@
     python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
     python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
     python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
-    python scripts/gpu_session.py reproduce --model DIR --data FILE --each 1  the papers' tables at 7B cost
+    python scripts/gpu_session.py reproduce --model DIR --data FILE --out DIR --each 1  the papers' tables at 7B cost
+    python scripts/gpu_session.py exits --model DIR --answers DIR --prompts FILE --out DIR  exits, mixed and by domain
 
 DIR holds the embedded model (`--gguf PART1 PART2` makes it, as in measure.py), FILE is Spec-Bench's question file. The
 7B model is the embedded one widened eightfold: every feature is repeated, so it computes the same function with 7.25
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gzip
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +44,7 @@ from outpace import (
     Method,
     PromptLookup,
     Sampling,
+    SelfSpeculative,
 )
 from outpace.bench.calibration import calibrate
 from outpace.bench.data import read_questions
@@ -54,10 +58,10 @@ from outpace.models.loading import load
 from outpace.reproduce import PAPERS, stem
 from outpace.reproduce.lab import Lab, Scale
 from outpace.runtime.choose import engine_for
-from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.graphs import FIRST_SPAN, GraphEngine
 from outpace.runtime.plain import Engine
-from outpace.training.data import read_answers
-from outpace.training.run import make_heads
+from outpace.training.data import Text, read_answers
+from outpace.training.run import make_heads, train
 from outpace.training.trainer import Plan, Trainer
 
 CONSOLE = Console(width=150)
@@ -209,9 +213,9 @@ def widen_heads(heads: Heads, times: int) -> Heads:
     narrow = heads.state_dict()
     for name, weight in wide.state_dict().items():
         small = narrow[name]
-        if name == "ids":  # tokens, which stay the same
+        if name == "ids":  # of tokens
             weight.copy_(small)
-        elif name.startswith("outputs."):  # an output matrix of an exit's own
+        elif name.startswith("outputs"):
             weight.copy_(small.repeat(1, times) / times)
         elif small.dim() == 1 or name == "positions":
             weight.copy_(small.repeat(*[1] * (small.dim() - 1), times))
@@ -223,23 +227,34 @@ def widen_heads(heads: Heads, times: int) -> Heads:
     return wide.eval()
 
 
-def widened(method: Method, adapted: HFModel, times: int) -> Ready:
-    """The heads of a method, for the widened model, with all that is known about them."""
-    ready: Any = method.prepare(adapted)
-    return Ready(widen_heads(ready.heads.heads, times), ready.heads.about)
-
-
 def with_heads(small: Any, times: int) -> dict[str, Method]:
     """The methods whose heads come with Outpace, for the widened model."""
     found: dict[str, Method] = {}
     adapted = HFModel(small.to(DEVICE, DTYPE))
+    exits: Any = AdaDecode().prepare(adapted)
+    found |= with_exits("adadecode", widen_ready(exits.heads, times), exits.exits)
+    found["self-speculative (20)"] = SelfSpeculative(exit=20, length=3)
     for kind in (Medusa, Hydra, Amphista):
-        heads = widened(kind(), adapted, times)
+        ready: Any = kind().prepare(adapted)
+        heads = widen_heads(ready.heads.heads, times)
         for rows in (16, 64):
             found[f"{kind.name} ({rows} rows)"] = kind(heads=heads, rows=rows, lookup=0.0, priced=False)
             found[f"{kind.name} with lookup ({rows} rows)"] = kind(heads=heads, rows=rows, priced=False)
         found[f"{kind.name} with lookup, priced"] = kind(heads=heads, rows=64)
     return found
+
+
+def widen_ready(ready: Ready, times: int) -> Ready:
+    return Ready(widen_heads(ready.heads, times), ready.about)
+
+
+def with_exits(name: str, ready: Ready, layers: tuple[int, ...]) -> dict[str, Method]:
+    """AdaDecode with widened exits: calibrated, and with the paper's threshold at three places."""
+    fixed = {
+        f"{name} (γ {gamma})": AdaDecode(heads=ready, exits=layers, control="fixed", gamma=gamma)
+        for gamma in (0.5, 0.75, 0.9)
+    }
+    return {name: AdaDecode(heads=ready, exits=layers), **fixed}
 
 
 def methods() -> dict[str, Method]:
@@ -285,10 +300,7 @@ def wide(arguments: argparse.Namespace) -> None:
         runners["transformers prompt lookup"] = lambda prompt: theirs(model, prompt, prompt_lookup_num_tokens=10)
     questions = spec_bench(arguments.data, arguments.each)
     seconds, tokens, steps, same, drafting, verifying = ({name: [] for name in runners} for _ in range(6))
-    for question in questions[:: arguments.each]:  # one a task, not timed: graphs are captured
-        for name, run in runners.items():
-            if not name.startswith("transformers"):
-                run(decoder.encode(question["text"]))
+    warm_up(decoder, [run for name, run in runners.items() if not name.startswith("transformers")], questions)
     for number, question in enumerate(questions):
         prompt = decoder.encode(question["text"])
         shared = number % arguments.every == 0  # transformers takes many times as long, so it runs on some prompts only
@@ -330,6 +342,20 @@ def wide(arguments: argparse.Namespace) -> None:
             f"{sum(same[name])} of {len(same[name])}",
         )
     CONSOLE.print(f"{len(questions)} prompts; transformers on every {step}th, and compared on those", table)
+
+
+def warm_up(decoder: Decoder, runs: list[Callable[[list[int]], Run]], questions: list[dict[str, Any]]) -> None:
+    """Capture the graphs that a run may need: of all sizes, and those of heads and exits on some prompts."""
+    engine = decoder.engine
+    assert isinstance(engine, GraphEngine)
+    lengths = sorted(len(decoder.encode(question["text"])) for question in questions)
+    for length in range(0, lengths[-1] + NEW_TOKENS, FIRST_SPAN):
+        for rows in engine.sizes:
+            engine._graph(rows, length + 1)
+    by_length = sorted(questions, key=lambda question: len(decoder.encode(question["text"])))
+    for question in by_length[:: len(by_length) // 4] + by_length[-1:]:
+        for run in runs:
+            run(decoder.encode(question["text"]))
 
 
 class Run(NamedTuple):
@@ -452,17 +478,67 @@ def reproduce(arguments: argparse.Namespace) -> None:
 
 def heads_for(paper: str, adapted: HFModel, times: int, given: dict[str, str]) -> dict[str, Ready]:
     """Heads by name for a paper: those that come with Outpace or folders in their place, and variants, all widened."""
-    kinds: dict[str, type[Any]] = {
+    kinds: dict[str, Any] = {
         "lookahead": {},
         "adadecode": {"exits": AdaDecode},
         "amphista": {"medusa": Medusa, "hydra": Hydra, "amphista": Amphista},
     }[paper]
-    found = {name: kind(heads=given.get(name)) for name, kind in kinds.items()}
+    found: dict[str, Any] = {name: kind(heads=given.get(name)) for name, kind in kinds.items()}
     for name, folder in given.items():
         kind = kinds.get(read_config(Path(folder))["kind"])
         if kind is not None and name not in kinds:
             found[name] = kind(heads=folder)
-    return {name: widened(method, adapted, times) for name, method in found.items()}
+    return {name: widen_ready(method.prepare(adapted).heads, times) for name, method in found.items()}
+
+
+EXITS = "4,8,12,16,20,24,28"
+
+
+def exits(arguments: argparse.Namespace) -> None:
+    """Exits with both orders of norm and T, and with output matrices of their own; then for one domain alone.
+
+    All are trained for the same time. What is printed is their top-1 accuracy on held-out greedy answers.
+    """
+    model, tokenizer = load(arguments.model, DTYPE, DEVICE)
+    decoder = Decoder(model, tokenizer, runtime="plain", method="autoregressive")
+    ends = decoder.model.ends()
+    folders = sorted({file.parent for file in Path(arguments.answers).glob("round-*/answers-*")})
+    texts = [text for folder in folders for text in read_answers(folder)]
+    held_out = read_answers(Path(arguments.answers) / "held-out")
+    tasks = tasks_of(arguments.prompts, decoder)
+    table = Table("exits", "updates", "held out", *EXITS.split(","))
+
+    def only(given: list[Text], task: str) -> list[Text]:
+        return [text for text in given if task in ("all", tasks.get(tuple(text.tokens[: text.prompt].tolist())))]
+
+    for name, task, settings, rate, minutes in (
+        ("norm first", "all", {"norm": "first"}, 1e-2, 0.5),
+        ("norm last", "all", {"norm": "last"}, 1e-2, 0.5),
+        ("norm first, rate 3e-3", "all", {"norm": "first"}, 3e-3, 0.5),
+        ("mixed", "all", {"norm": arguments.norm}, arguments.rate, 3.0),
+        ("math", "math", {"norm": arguments.norm}, arguments.rate, 1.0),
+        ("code", "code", {"norm": arguments.norm}, arguments.rate, 1.0),
+        ("full", "all", {"output": "full"}, arguments.rate, 1.0),
+    ):
+        if arguments.only and name not in arguments.only:
+            continue
+        heads = {"exits": make_heads(model, ends, "exits", {"layers": EXITS, **settings})}
+        plan = Plan(minutes=minutes * arguments.minutes, rate=rate)
+        out = Path(arguments.out) / name
+        train(model, decoder.model, heads, only(texts, task), only(held_out, task), plan, out)
+        trained = Trainer(model, decoder.model.norm, ends, heads, plan)
+        updates = json.loads((out / "exits" / "config.json").read_text())["training"]["updates"]
+        for part in ("all", "math", "code"):
+            found = trained.accuracies(only(held_out, part))["exits"][:, 0].tolist()
+            table.add_row(name, str(updates), part, *(f"{share:.3f}" for share in found))
+        CONSOLE.print(table)
+
+
+def tasks_of(prompts: Path, decoder: Decoder) -> dict[tuple[int, ...], str]:
+    """The task of each prompt, by its tokens."""
+    with gzip.open(prompts, "rt") as file:
+        entries = [json.loads(line) for line in file]
+    return {tuple(decoder.encode(entry["prompt"])): entry["task"] for entry in entries}
 
 
 def first_layers(model: Any, count: int) -> Any:
@@ -479,7 +555,7 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact", "ablation", "reproduce"])
+    parser.add_argument("what", choices=["shape", "wide", "exact", "ablation", "exits", "reproduce"])
     parser.add_argument("--model", help="the embedded model's folder")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
@@ -489,8 +565,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
     parser.add_argument("--only", nargs="+", help="for wide: plain and the methods that begin so, without transformers")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact and reproduce")
-    parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of training, for ablation")
+    parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation and exits")
+    parser.add_argument("--prompts", type=Path, help="the prompts (.jsonl.gz) of these answers, for exits")
+    parser.add_argument("--out", type=Path, help="a folder, for exits and reproduce")
+    parser.add_argument("--norm", default="first", help="of the exits that are trained longest")
+    parser.add_argument("--rate", type=float, default=1e-2, help="the same")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of training, for ablation and exits")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="of an update, for ablation")
     parser.add_argument("--times", type=int, default=8, help="how many times as wide")
     parser.add_argument("--papers", nargs="+", choices=list(PAPERS), default=list(PAPERS), help="for reproduce")
@@ -499,7 +579,6 @@ def main() -> None:
         "--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="for reproduce, as for `outpace reproduce`"
     )
     parser.add_argument("--calibrate", action="store_true", help="for reproduce: measure costs first")
-    parser.add_argument("--out", type=Path, default=Path("out/reproduced"), help="for reproduce: a folder")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here")
@@ -507,10 +586,14 @@ def main() -> None:
         arguments.model and arguments.data and arguments.data.is_file()
     ):
         parser.error(f"{arguments.what} needs --model and --data")
-    if arguments.what == "ablation" and not (arguments.model and arguments.answers):
-        parser.error("ablation needs --model and --answers")
-    parts = {"shape": shape, "wide": wide, "exact": exact, "ablation": ablation, "reproduce": reproduce}
-    parts[arguments.what](arguments)
+    if arguments.what in ("ablation", "exits") and not (arguments.model and arguments.answers):
+        parser.error(f"{arguments.what} needs --model and --answers")
+    if arguments.what in ("exits", "reproduce") and not arguments.out:
+        parser.error(f"{arguments.what} needs --out")
+    if arguments.what == "exits" and not arguments.prompts:
+        parser.error("exits needs --prompts")
+    parts = (shape, wide, exact, ablation, exits, reproduce)
+    {part.__name__: part for part in parts}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

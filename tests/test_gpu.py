@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outpace import Autoregressive, Decoder, Jacobi, Lookahead, PromptLookup, Sampling
+from outpace import AdaDecode, Autoregressive, Decoder, Jacobi, Lookahead, PromptLookup, Sampling, SelfSpeculative
 from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
 from outpace.methods import METHODS as METHODS_BY_NAME
@@ -17,6 +17,7 @@ from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
 
+from .test_adadecode import random_exits
 from .test_heads import random_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -177,3 +178,22 @@ def test_exact_mode_gives_the_same_bits_in_any_tree(rows: int) -> None:
         expected = one_by_one(engine, prompt, answer)
         found = in_a_tree(engine, prompt, answer, rng.randrange(10, 2 * rows), rng)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=5)])
+def test_early_exits_in_graphs(sampling: Sampling) -> None:
+    model = small_llama(torch.float32)
+    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs")
+    prompt = [5, 9, 5, 9, 7] * 9
+    options = {"sampling": sampling, "max_new_tokens": 100}
+    expected = plain.generate(prompt, method=Autoregressive(), **options)
+    heads = random_exits(model, (1, 2, 3))
+    for method in (
+        SelfSpeculative(exit=2, length=3),
+        AdaDecode(heads=heads, control="fixed", gamma=0.01),
+        AdaDecode(heads=heads),
+    ):
+        found = graphs.generate(prompt, method=graphs.prepare(method), **options)
+        assert found.token_ids == expected.token_ids
+        assert graphs.engine.pool.held == 0
+    assert any(key[3] is not None for key in graphs.engine._graphs)  # questions were answered in graphs

@@ -53,8 +53,9 @@ def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None, answers: Path | 
     if answers is not None:
         tables.append(_judged(lab, {**ready, **variants}, answers))
     for temperature in TEMPERATURES:
-        # Greedy guesses have no noise that they could share.
-        used = {label: method for label, method in tried.items() if temperature > 0 or label != ALONE}
+        # Greedy guesses have no noise that they could share, and one temperature is enough to compare trees.
+        left_out = MEASURED if temperature else ALONE
+        used = {label: method for label, method in tried.items() if label != left_out}
         part = f"amphista-{temperature:g}"
         found = lab.measure(part, lab.ours(used), lab.tasks(), temperature=temperature)
         tables.append(_by_task(found, temperature, same["rows"]))
