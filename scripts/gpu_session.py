@@ -469,7 +469,8 @@ def reproduce(arguments: argparse.Namespace) -> None:
             data=", ".join(file.name for file in files),
             show=lambda share, text="": print(f"{share:.0%} {text}", flush=True),
         )
-        findings = PAPERS[paper](lab, heads=heads_for(paper, adapted, arguments.times, given))
+        heads = heads_for(paper, adapted, arguments.times, given)
+        findings = PAPERS[paper](lab, **({"heads": heads} if heads else {}))
         command = f"python scripts/gpu_session.py reproduce --each {arguments.each} --times {arguments.times}"
         page = findings.save(arguments.out, name, command)
         print(page.read_text())

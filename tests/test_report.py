@@ -25,12 +25,15 @@ from .conftest import tiny
 EVIL = "</script><script>alert(1)</script><!-- \u2028 é 日本"
 
 
+GUESSES = {"autoregressive": "prompt", "lookahead": "window", "adadecode": "exit 2"}  # where they come from
+
+
 def lane(label: str, steps: int = 3, rows: int = 4, equal: bool | None = True) -> dict[str, Any]:
     draft = {
         "tokens": list(range(rows)),
         "parents": [row - 1 for row in range(rows)],
         "candidates": rows,
-        "sources": ["model", *["prompt"] * (rows - 1)],
+        "sources": ["model", *[GUESSES[label]] * (rows - 1)],
         "rows": [0, 1],
     }
     texts = [EVIL, " b"]
@@ -46,7 +49,11 @@ def figures() -> dict[str, Any]:
 
 
 def results(races: int = 1, **options: Any) -> dict[str, Any]:
-    labels: dict[str, dict[str, Any]] = {"autoregressive": {}, "lookahead": {"window": 3, "ngram": 3}}
+    labels: dict[str, dict[str, Any]] = {
+        "autoregressive": {},
+        "lookahead": {"window": 3, "ngram": 3},
+        "adadecode": {},
+    }
     run = {"task": "code", "prompt": 0, "turn": 0, "repeat": 0, "equal": True, "differs_at": None, "gap": None}
     words = {str(number): EVIL for number in range(options.get("rows", 4))}
     names = ("about", "model", "device", "dtype", "runtime", "torch", "transformers", "outpace")
@@ -189,6 +196,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script, page, "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("report-*.png"))) == 4
+    assert len(list(tmp_path.glob("steps-lookahead-*.png"))) == len(list(tmp_path.glob("steps-adadecode-*.png"))) == 4
 
 
 def test_without_races_and_costs() -> None:

@@ -257,6 +257,7 @@ class TestCommand:
     def test_refused(self, folder: Path, tmp_path: Path) -> None:
         assert_refused(outpace("reproduce", "medusa"), "medusa", "lookahead")
         assert_refused(outpace("reproduce", "adadecode", "--heads", "exits"), "NAME=FOLDER")
+        assert_refused(outpace("reproduce", "lookahead", "--heads", "a=b"), "lookahead has no heads")
         assert_refused(outpace("reproduce", "lookahead", "--answers", tmp_path), "amphista")
         assert_refused(outpace("reproduce", "lookahead", "--data", tmp_path / "none"), "none could not be read")
         adadecode = ("reproduce", "adadecode", "--model", folder, "--device", "cpu", "--out", tmp_path)

@@ -403,11 +403,15 @@ def reproduce(
 
     if paper not in PAPERS:
         raise UnknownNameError("paper", paper, PAPERS)
-    options: dict[str, Any] = {"heads": dict(map(_split_heads, heads))}
-    if answers is not None and paper != "amphista":
-        raise InputError("--answers is for amphista alone.")
+    options: dict[str, Any] = {}
+    if heads:
+        options["heads"] = dict(map(_split_heads, heads))
     if answers is not None:
         options["answers"] = answers
+    if heads and paper == "lookahead":
+        raise InputError("--heads: lookahead has no heads.")
+    if answers is not None and paper != "amphista":
+        raise InputError("--answers is for amphista alone.")
     questions = read_questions(*data) if data else own_questions()
     decoder, loaded = _load_both(model, dtype, device, runtime)
     scale = SHORT if short or (short is None and decoder.model.device.type == "cpu") else FULL

@@ -1,6 +1,6 @@
 """The papers' tables and figures, measured on a model of the user's choice, beside the papers' own.
 
-A paper is a function that takes a Lab and heads by name, and gives Findings: tables, each with claims that the numbers
+A paper is a function that takes a Lab, and heads by name where it has any, and gives Findings: tables, each with claims that the numbers
 judge, and plots.
 """
 
@@ -20,11 +20,6 @@ PAPERS: dict[str, Callable[..., Findings]] = {
     "lookahead": lookahead.reproduce,
     "adadecode": adadecode.reproduce,
     "amphista": amphista.reproduce,
-}
-HEADS: dict[str, tuple[str, ...]] = {  # names that mean something; any other is a variant
-    "lookahead": (),
-    "adadecode": ("exits", "full"),
-    "amphista": tuple(amphista.KINDS),
 }
 
 
