@@ -1,7 +1,7 @@
 """The papers' tables and figures, measured on a model of the user's choice, beside the papers' own.
 
-A paper is a function that takes a Lab, and heads by name where it has any, and gives Findings: tables, each with claims that the numbers
-judge, and plots.
+A paper is a function that takes a Lab, and heads by name where it has any. It gives Findings: tables, each with claims
+that the numbers judge, and plots.
 """
 
 from __future__ import annotations
