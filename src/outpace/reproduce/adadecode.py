@@ -20,7 +20,7 @@ from ..picking import Picker
 from ..picture import climbs_of
 from ..pool import Sequence
 from ..runtime.plain import Engine
-from .findings import Findings, Plot, Table, at_most, everywhere, falling, number, percent
+from .findings import Claim, Findings, Plot, Table, at_most, everywhere, falling, number, percent
 from .lab import KINDS, Found, Lab, same_text
 from .rouge import in_order
 
@@ -29,8 +29,14 @@ ON_TASKS = {"summary": (1.14, 1.37, 1.38), "code": (1.51, 1.69, 1.73), "math": (
 PROBE_8B, LAYERS_8B = 2.49, 32  # of Llama-3.1-8B: an exit's cost in layers, and its layers
 GAMMAS = (0.4, 0.5, 0.6, 0.75, 0.85, 0.9)
 FULL, OURS, LOSSY, UNTRAINED = "full, as published", "ours, calibrated", "no verification", "original head"
-ABLATION = {FULL: (0.996, 1.51), LOSSY: (0.652, 1.64), UNTRAINED: (0.995, 0.84)}  # consistency and speed in the paper
-FIXED, FULL_HEADS, DOMAIN = (0.996, 1.37), (0.997, 1.49), "trained on"  # the published full one is of one domain
+LARGE, DOMAIN = "full-parameter heads", "trained on"
+ABLATION = {  # consistency and speed in the paper
+    FULL: (0.996, 1.51),
+    LOSSY: (0.652, 1.64),
+    UNTRAINED: (0.995, 0.84),
+    LARGE: (0.997, 1.49),
+}
+FIXED = (0.996, 1.37)
 
 
 def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None) -> Findings:
@@ -73,7 +79,7 @@ def _variants(exits: Any, three: tuple[int, ...], given: Mapping[str, Any]) -> d
     found |= {_fixed(layer): AdaDecode(heads=exits, exits=(layer,), **fixed) for layer in three}
     found[UNTRAINED] = AdaDecode(heads=ORIGINAL, exits=three, **fixed)
     for name, heads in given.items():
-        label = "full-parameter heads" if name == "full" else f"{DOMAIN} {name}"
+        label = LARGE if name == "full" else f"{DOMAIN} {name}"
         found[label] = AdaDecode(heads=heads, exits=three, **fixed)
         if name != "full":
             found[f"{label}, calibrated"] = AdaDecode(heads=heads)
@@ -85,7 +91,7 @@ def _fixed(layer: int) -> str:
 
 
 class Stairs(Ours):
-    """A method with early exits. Counts what was run: see `_count`."""
+    """A method with early exits. Its runs have counts: layers run, exits asked, guesses, and what all of it costs."""
 
     def __init__(self, decoder: Decoder, method: Method, label: str) -> None:
         super().__init__(decoder, method, label)
@@ -98,11 +104,7 @@ class Stairs(Ours):
         run = super().run(replace(task, record=True))
         assert run.lane is not None
         method: Any = self._watched.inner
-        frequent = method.heads.heads.settings.frequent
-        costs = costs_of(self._engine, method.exits, frequent)
         layers = self._engine.model.layers
-        probe = PROBE_8B * layers / LAYERS_8B
-        large = Costs(tuple(map(float, method.exits)), layers + probe, probe, (1.0,) * (LONGEST + 2))
         steps = [step["draft"] for step in run.lane]
         count: dict[str, float] = {
             "asked": self._watched.asked[0],
@@ -112,10 +114,17 @@ class Stairs(Ours):
             # A guess is judged if all before it were right. The end of the text judges nothing behind it.
             "wrong": sum(len(step["rows"]) < len(step["sources"]) for step in steps[:-1]),
         }
-        for name, priced in (("cost", costs), ("cost_8b", large)):
-            count[name] = sum(_price(step["sources"], method.exits, priced) for step in steps)
-            count[name] = (count[name] + count["asked"] * priced.probe) / priced.whole
+        here = costs_of(self._engine, method.exits, method.heads.heads.settings.frequent)
+        for name, costs in (("cost", here), ("cost_8b", costs_at_8b(method.exits, layers))):
+            spent = sum(_price(step["sources"], method.exits, costs) for step in steps)
+            count[name] = (spent + count["asked"] * costs.probe) / costs.whole  # in tokens of plain decoding
         return replace(run, lane=None, counts=count)
+
+
+def costs_at_8b(exits: tuple[int, ...], layers: int) -> Costs:
+    """The costs of Llama-3.1-8B on a large GPU, in layers of a model with so many."""
+    probe = PROBE_8B * layers / LAYERS_8B
+    return Costs(tuple(map(float, exits)), layers + probe, probe, (1.0,) * (LONGEST + 2))
 
 
 def _price(sources: list[str], exits: tuple[int, ...], costs: Costs) -> float:
@@ -181,11 +190,11 @@ def _main(found: Found, others: Mapping[str, Any]) -> Table:
         paper = next((values for kind, values in ON_TASKS.items() if task in KINDS[kind]), None)
         figures = [f"{number(found.steps(label, task))}, {number(found.speed(label, task), '×')}" for label in labels]
         rows.append([task or "all", *figures, " / ".join(f"{value:.2f}×" for value in paper) if paper else ""])
-    ours = {task: found.speed(OURS, task) for task in found.tasks}
+    best = {task: max(found.speed(label, task) or 0.0 for label in (FULL, OURS)) for task in found.tasks}
     by_kind = {kind: found.steps_on(FULL, kind) for kind in ("code", "math", "summary")}
     claims = [
         same_text(found),
-        everywhere("faster than plain decoding on every task, by the clock", ours, 1.0),
+        everywhere("faster than plain decoding on every task by the clock, with the better control", best, 1.0),
         falling("code gains more than summaries, in tokens a pass", {k: by_kind[k] for k in ("code", "summary")}),
         falling("math gains more than summaries", {k: by_kind[k] for k in ("math", "summary")}),
         falling("faster than self-speculation, by the clock", {n: found.speed(n) for n in (OURS, "self-speculative")}),
@@ -201,8 +210,7 @@ def _ablation(found: Found, labels: list[str], three: tuple[int, ...], layers: i
     quickest = found.best(fixed, found.speed)
     rows = []
     for label in labels:
-        paper = ABLATION.get(label) or (FIXED if label in (best, quickest) else None)
-        paper = FULL_HEADS if label == "full-parameter heads" else paper
+        paper = FIXED if label in (best, quickest) else ABLATION.get(label)
         same = sum(run["equal"] for run in found.of(label))
         per_token = _sum(found, label, "layers") / _tokens(found, label) / layers
         rows.append(
@@ -240,11 +248,12 @@ COLUMNS = (
 )
 NOTE = (
     "Consistency: what the text has in common with plain decoding's, in order. Layers run: plain decoding is 100 %. "
-    "The published one takes three exits, γ = 0.75, at most 5 guesses; the calibrated one all exits, and no threshold."
+    "The published one takes three exits, γ = 0.75, at most 5 guesses; the calibrated one all exits, and no threshold. "
+    "The paper's exits are trained on one domain; trained on all, its full one reaches 1.29×."
 )
 
 
-def _orders(found: Found, labels: list[str], best: str | None, quickest: str | None) -> list[Any]:
+def _orders(found: Found, labels: list[str], best: str | None, quickest: str | None) -> list[Claim]:
     """The paper's order: by the cost model at its scale, and by the clock here."""
     claims = []
     for how, speed, one in (
@@ -255,8 +264,8 @@ def _orders(found: Found, labels: list[str], best: str | None, quickest: str | N
         claims.append(falling(f"full > one exit > original head, {how}", order))
         claims.append(falling(f"faster without verification, {how}", {LOSSY: speed(LOSSY), FULL: speed(FULL)}))
         claims.append(falling(f"ours is faster than the published, {how}", {OURS: speed(OURS), FULL: speed(FULL)}))
-        if "full-parameter heads" in labels:
-            light = {"light + 5 %": 1.05 * (speed(FULL) or 0.0), "full-parameter heads": speed("full-parameter heads")}
+        if LARGE in labels:
+            light = {"light + 5 %": 1.05 * (speed(FULL) or 0.0), LARGE: speed(LARGE)}
             claims.append(falling(f"full-parameter heads bring less than 5 %, {how}", light))
     claims.append(
         falling(
@@ -266,7 +275,7 @@ def _orders(found: Found, labels: list[str], best: str | None, quickest: str | N
     for label in labels:
         domain = label.removeprefix(f"{DOMAIN} ")
         if label.startswith(DOMAIN) and domain in KINDS:
-            tokens = {f"{name}": found.steps_on(name, domain) for name in (label, FULL)}
+            tokens = {name: found.steps_on(name, domain) for name in (label, FULL)}
             claims.append(falling(f"on {domain}, exits trained on it take more tokens a pass than mixed ones", tokens))
     return claims
 
