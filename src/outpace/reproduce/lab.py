@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,9 +172,11 @@ class Lab:
         """What is measured with, in a sentence or two."""
         facts = about(self.decoder.engine)
         where = self._data or "our own prompts"
+        model = re.sub(r"^.*/(?=[^/]+, )", "", facts["model"])  # without its folder
+        each = self.scale.each
         return (
-            f"{facts['model']}; {facts['device']}; {facts['dtype']}, runtime {facts['runtime']}, torch "
-            f"{facts['torch']}, transformers {facts['transformers']}, outpace {facts['outpace']}. Questions: {where}, "
-            f"{self.scale.each} of each task, {self.scale.tokens} new tokens at most. Speeds are medians over "
-            "questions of the time a token, prompt included; tokens a step are all tokens over all steps."
+            f"{model}; {facts['device']}; {facts['dtype']}, runtime {facts['runtime']}, torch {facts['torch']}, "
+            f"transformers {facts['transformers']}, outpace {facts['outpace']}. Questions: {where}, {each} to {2 * each} "
+            f"of each task, {self.scale.tokens} new tokens at most. Speeds are medians over questions of the time a "
+            "token, prompt included; tokens a step are all tokens over all steps."
         )

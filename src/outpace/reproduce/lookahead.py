@@ -223,9 +223,7 @@ def _law(points: Sequence[Point]) -> tuple[Table, Plot]:
         Claim("Eq. 7 describes all settings", law.error <= 0.1, f"misses by {law.error:.3f} tokens a step"),
         falling("longer n-grams reach further", tops),
     ]
-    note = (
-        f"Eq. 5 and 7 fitted: α = {law.alpha:.3f}, f = {law.scarcity:.2f} (0.425 and 3.1 give the paper's (5, 15, 15))."
-    )
+    note = f"Eq. 5 and 7 fitted: α = {law.alpha:.3f}, f = {law.scarcity:.2f}; 0.425, 3.1 give the paper's (5, 15, 15)."
     columns = ["N", "W = G", "rows a step", "tokens a step", "by Eq. 7"]
     table = Table("The law of scaling (the paper's Figure 4)", columns, rows, claims, note)
     lines = {}
