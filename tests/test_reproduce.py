@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import AdaDecode, Autoregressive, Decoder, InputError, Sampling, UnverifiedAdaDecode
+from outpace import AdaDecode, Autoregressive, Decoder, InputError, Medusa, Sampling, UnverifiedAdaDecode
 from outpace.bench.data import Question, read_questions
 from outpace.bench.entries import Task
 from outpace.heads import ExitHeads
@@ -202,6 +202,15 @@ class TestStairs:
         found = self.run(UnverifiedAdaDecode, gamma=1e-9, pending=3)
         assert found.counts["wrong"] == 0
         assert found.steps < 10
+
+
+def test_other_heads_are_other_runs(folder: Path, trained: Path, tmp_path: Path) -> None:
+    here = lab(folder, tmp_path)
+    kept = here.decoder.prepare(Medusa(heads=str(trained / "medusa")))
+    other: Any = here.decoder.prepare(Medusa(heads=str(trained / "medusa")))
+    assert here.ours({"x": kept})[1].settings == here.ours({"x": other})[1].settings
+    next(other.heads.heads.parameters()).data += 1
+    assert here.ours({"x": kept})[1].settings != here.ours({"x": other})[1].settings
 
 
 def test_three_exits_as_in_the_paper() -> None:

@@ -21,7 +21,7 @@ from ..picture import climbs_of
 from ..pool import Sequence
 from ..runtime.plain import Engine
 from .findings import Claim, Findings, Plot, Table, at_most, everywhere, falling, number, percent
-from .lab import KINDS, Found, Lab, same_text
+from .lab import KINDS, Found, Lab, known_by, same_text
 from .rouge import in_order
 
 PAPER = "AdaDecode (arXiv 2506.03700)"
@@ -94,7 +94,8 @@ class Stairs(Ours):
     """A method with early exits. Its runs have counts: layers run, exits asked, guesses, and what all of it costs."""
 
     def __init__(self, decoder: Decoder, method: Method, label: str) -> None:
-        super().__init__(decoder, method, label)
+        method = decoder.prepare(method)
+        super().__init__(decoder, method, label, known_by(method))
         self._engine = decoder.engine
         self._watched = _Watched(self._method)
         self._method = self._watched

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..bench.results import summarize
 from ..decoder import Decoder
 from ..errors import InputError
 from ..methods import Method
+from ..methods.headed import Ready
 from ..picking import Sampling
 from ..trace import about
 from .findings import Claim
@@ -95,6 +98,16 @@ def same_text(found: Found) -> Claim:
     return Claim("every lossless text is plain decoding's, token for token", not wrong, differ)
 
 
+def known_by(method: Method) -> dict[str, str]:
+    """What tells a method's heads from others: without it, runs with one would pass for runs with the other."""
+    ready = getattr(method, "heads", None)
+    if not isinstance(ready, Ready):
+        return {}
+    weights = {name: weight.flatten() for name, weight in ready.heads.state_dict().items()}
+    sample = {name: weight[:: max(1, len(weight) // 16)].tolist() for name, weight in weights.items()}
+    return {"heads": sha256(json.dumps(sample).encode()).hexdigest()[:16]}
+
+
 class Lab:
     """Measures parts of a reproduction. What is in their journals already is not measured again."""
 
@@ -137,9 +150,8 @@ class Lab:
     def ours(self, methods: dict[str, Method | str]) -> list[Entry]:
         """Entries for methods by label, plain decoding first. A name takes settings that suit the device."""
         plain: dict[str, Method | str] = {PLAIN: "autoregressive"}
-        return [
-            Ours(self.decoder, self.decoder.prepare(method), label) for label, method in {**plain, **methods}.items()
-        ]
+        ready = {label: self.decoder.prepare(method) for label, method in {**plain, **methods}.items()}
+        return [Ours(self.decoder, method, label, known_by(method)) for label, method in ready.items()]
 
     def theirs(self) -> list[Entry]:
         """transformers' own `generate`, where its model is here."""
