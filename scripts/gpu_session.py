@@ -5,6 +5,7 @@
     python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
     python scripts/gpu_session.py batch --model DIR --data FILE --tokens 64  tokens/s of batches of 1, 4, 16 and 64
     python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
+    python scripts/gpu_session.py reproduce --model DIR --data FILE --out DIR --each 1  the papers' tables at 7B cost
     python scripts/gpu_session.py exits --model DIR --answers DIR --prompts FILE --out DIR  exits, mixed and by domain
 
 DIR holds the embedded model (`--gguf PART1 PART2` makes it, as in measure.py), FILE is Spec-Bench's question file. The
@@ -47,13 +48,17 @@ from outpace import (
     SelfSpeculative,
 )
 from outpace.bench.calibration import calibrate
+from outpace.bench.data import read_questions
 from outpace.chart import print_accuracies
 from outpace.draft import Draft, chain
 from outpace.heads import Heads
+from outpace.heads.storing import read_config
 from outpace.methods.headed import Ready
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
 from outpace.pool import Pool
+from outpace.reproduce import PAPERS, stem
+from outpace.reproduce.lab import Lab, Scale
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import FIRST_SPAN, GraphEngine
 from outpace.runtime.plain import Engine
@@ -448,6 +453,49 @@ def ablation(arguments: argparse.Namespace) -> None:
     print_accuracies(CONSOLE, {name: part.tolist() for name, part in found.items()})
 
 
+def reproduce(arguments: argparse.Namespace) -> None:
+    """`outpace reproduce` for each paper, on the widened model with widened heads. Its pages go to --out."""
+    model, tokenizer = load_wide(arguments)
+    decoder = Decoder(model, tokenizer, Autoregressive())
+    if arguments.calibrate:
+        calibrate(decoder)
+    small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    adapted = HFModel(small.to(DEVICE, DTYPE))
+    given = dict(text.split("=", 1) for text in arguments.heads)
+    files = [arguments.data, *arguments.more]
+    questions = read_questions(*files)
+    for paper in arguments.papers:
+        start = time.perf_counter()
+        name = stem(paper, f"smollm2-135m-times-{arguments.times}", decoder)
+        lab = Lab(
+            *(decoder, questions, Scale(arguments.each, arguments.tokens), arguments.out / "runs" / name),
+            model=model,
+            data=", ".join(file.name for file in files),
+            show=lambda share, text="": print(f"{share:.0%} {text}", flush=True),
+        )
+        heads = heads_for(paper, adapted, arguments.times, given)
+        findings = PAPERS[paper](lab, **({"heads": heads} if heads else {}))
+        command = f"python scripts/gpu_session.py reproduce --each {arguments.each} --times {arguments.times}"
+        page = findings.save(arguments.out, name, command)
+        print(page.read_text())
+        print(f"{paper}: {time.perf_counter() - start:.0f} s")
+
+
+def heads_for(paper: str, adapted: HFModel, times: int, given: dict[str, str]) -> dict[str, Ready]:
+    """Heads by name for a paper: those that come with Outpace or folders in their place, and variants, all widened."""
+    kinds: dict[str, Any] = {
+        "lookahead": {},
+        "adadecode": {"exits": AdaDecode},
+        "amphista": {"medusa": Medusa, "hydra": Hydra, "amphista": Amphista},
+    }[paper]
+    found: dict[str, Any] = {name: kind(heads=given.get(name)) for name, kind in kinds.items()}
+    for name, folder in given.items():
+        kind = kinds.get(read_config(Path(folder))["kind"])
+        if kind is not None and name not in kinds:
+            found[name] = kind(heads=folder)
+    return {name: widen_ready(method.prepare(adapted).heads, times) for name, method in found.items()}
+
+
 EXITS = "4,8,12,16,20,24,28"
 
 
@@ -547,38 +595,46 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact", "batch", "ablation", "exits"])
-    parser.add_argument("--model", help="the embedded model's folder, for wide, exact and batch")
+    parser.add_argument("what", choices=["shape", "wide", "exact", "batch", "ablation", "exits", "reproduce"])
+    parser.add_argument("--model", help="the embedded model's folder")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
     )
-    parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for wide, exact and batch")
+    parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
     parser.add_argument("--only", nargs="+", help="for wide: plain and the methods that begin so, without transformers")
-    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact and batch")
+    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact, batch and reproduce")
     parser.add_argument("--slots", type=int, default=65536, help="of the pool, for batch")
     parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation and exits")
     parser.add_argument("--prompts", type=Path, help="the prompts (.jsonl.gz) of these answers, for exits")
-    parser.add_argument("--out", help="where the exits go, for exits")
+    parser.add_argument("--out", type=Path, help="a folder, for exits and reproduce")
     parser.add_argument("--norm", default="first", help="of the exits that are trained longest")
     parser.add_argument("--rate", type=float, default=1e-2, help="the same")
     parser.add_argument("--minutes", type=float, default=1.0, help="of training, for ablation and exits")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="of an update, for ablation")
     parser.add_argument("--times", type=int, default=8, help="how many times as wide")
+    parser.add_argument("--papers", nargs="+", choices=list(PAPERS), default=list(PAPERS), help="for reproduce")
+    parser.add_argument("--more", type=Path, nargs="*", default=[], help="further files of questions, for reproduce")
+    parser.add_argument(
+        "--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="for reproduce, as for `outpace reproduce`"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="for reproduce: measure costs first")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here")
-    if arguments.what in ("wide", "exact", "batch") and not (
+    if arguments.what in ("wide", "exact", "batch", "reproduce") and not (
         arguments.model and arguments.data and arguments.data.is_file()
     ):
         parser.error(f"{arguments.what} needs --model and --data")
     if arguments.what in ("ablation", "exits") and not (arguments.model and arguments.answers):
         parser.error(f"{arguments.what} needs --model and --answers")
-    if arguments.what == "exits" and not (arguments.prompts and arguments.out):
-        parser.error("exits needs --prompts and --out")
-    parts = {"shape": shape, "wide": wide, "exact": exact, "batch": batch, "ablation": ablation, "exits": exits}
-    parts[arguments.what](arguments)
+    if arguments.what in ("exits", "reproduce") and not arguments.out:
+        parser.error(f"{arguments.what} needs --out")
+    if arguments.what == "exits" and not arguments.prompts:
+        parser.error("exits needs --prompts")
+    parts = (shape, wide, exact, batch, ablation, exits, reproduce)
+    {part.__name__: part for part in parts}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Needs playwright (pip) and a Chromium (`apt install chromium`, or `playwright in
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,22 @@ def look(page: Any, name: str, scheme: str, out: Path) -> None:
     assert page.locator("#tree rect").count() > 1
     page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     page.screenshot(path=out / f"report-{name}-{scheme}.png", full_page=True)
+    chosen = page.locator("#lane").input_value()
+    for lane in page.locator("#lane option").all_text_contents():
+        page.select_option("#lane", lane)
+        place = page.locator("#step").input_value()
+        page.locator("#step").fill("1")
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press(".")
+        assert page.text_content("#where").startswith("step 2 of ")
+        page.keyboard.press(",")
+        assert page.text_content("#where").startswith("step 1 of ")
+        page.locator("#step").fill(place)
+        if page.locator("#second").is_visible():
+            assert page.locator("#second-view rect").count() > 1
+            file = re.sub(r"\W+", "-", lane)
+            page.locator("#steps").screenshot(path=out / f"steps-{file}-{name}-{scheme}.png")
+    page.select_option("#lane", chosen)
 
 
 def main() -> None:

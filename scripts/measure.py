@@ -54,6 +54,7 @@ from outpace.draft import Scores, Verdict, chain
 from outpace.heads.storing import read_config
 from outpace.methods import METHODS
 from outpace.methods.headed import SHIPPED
+from outpace.methods.lookahead import PUBLISHED
 from outpace.models import bundled
 from outpace.models.loading import load
 from outpace.picking import Picker
@@ -63,15 +64,6 @@ PLAIN = Autoregressive()
 SEEDS = range(5)
 
 # The paper's own method, then all our improvements but one.
-PUBLISHED: dict[str, Any] = {
-    "prompt_pool": False,
-    "verify_window": False,
-    "verify_early": False,
-    "longest_key": 1,
-    "reach": 0,
-    "recycle": False,
-    "shift": "step",
-}
 STEPS: dict[str, Method] = {
     "jacobi": Jacobi(),
     "prompt-lookup, a chain": PromptLookup(tree=False),

@@ -299,7 +299,7 @@ def test_the_picture_shows_every_layer_of_every_row_once() -> None:
     decoder.engine.climb = watched  # type: ignore[method-assign]
     steps = list(decoder.stream([5, 9, 5, 9, 7], method=method, max_new_tokens=30))
     for step in steps:
-        found = climbs_of(step, 4)
+        found = climbs_of(step.draft.sources, 4)
         layers: dict[int, list[int]] = {row: [] for row in range(len(step.draft))}
         there = 0
         for first, start, stop in found:
@@ -308,7 +308,7 @@ def test_the_picture_shows_every_layer_of_every_row_once() -> None:
                 layers[row] += range(start, stop)
         assert all(each == [0, 1, 2, 3] for each in layers.values())
     # What ran is what is drawn, but that a row also stops at exits where it does not leave.
-    drawn = sum((stop - start) for step in steps[1:] for _, start, stop in climbs_of(step, 4))
+    drawn = sum((stop - start) for step in steps[1:] for _, start, stop in climbs_of(step.draft.sources, 4))
     assert sum(stop - start for _, start, stop in ran[1:]) == drawn
     root = ElementTree.fromstring(staircase(steps, 4, lambda token: f"<{token}&"))
     rows = sum(len(step.draft) for step in steps)

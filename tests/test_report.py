@@ -13,12 +13,19 @@ from typing import Any
 
 import pytest
 
-from outpace import InputError, report
+from outpace import Decoder, InputError, Lookahead, report
 from outpace.bench import results as bench_results
 from outpace.chart import save_speeds
-from outpace.report import render, write_report
+from outpace.draft import Draft
+from outpace.methods.lookahead import PUBLISHED, _Drafter
+from outpace.report import render, window_of, write_report
+
+from .conftest import tiny
 
 EVIL = "</script><script>alert(1)</script><!-- \u2028 é 日本"
+
+
+GUESSES = {"autoregressive": "prompt", "lookahead": "window", "adadecode": "exit 2"}  # where they come from
 
 
 def lane(label: str, steps: int = 3, rows: int = 4, equal: bool | None = True) -> dict[str, Any]:
@@ -26,7 +33,7 @@ def lane(label: str, steps: int = 3, rows: int = 4, equal: bool | None = True) -
         "tokens": list(range(rows)),
         "parents": [row - 1 for row in range(rows)],
         "candidates": rows,
-        "sources": ["model", *["prompt"] * (rows - 1)],
+        "sources": ["model", *[GUESSES[label]] * (rows - 1)],
         "rows": [0, 1],
     }
     texts = [EVIL, " b"]
@@ -42,7 +49,11 @@ def figures() -> dict[str, Any]:
 
 
 def results(races: int = 1, **options: Any) -> dict[str, Any]:
-    labels = ["autoregressive", "lookahead"]
+    labels: dict[str, dict[str, Any]] = {
+        "autoregressive": {},
+        "lookahead": {"window": 3, "ngram": 3},
+        "adadecode": {},
+    }
     run = {"task": "code", "prompt": 0, "turn": 0, "repeat": 0, "equal": True, "differs_at": None, "gap": None}
     words = {str(number): EVIL for number in range(options.get("rows", 4))}
     names = ("about", "model", "device", "dtype", "runtime", "torch", "transformers", "outpace")
@@ -50,9 +61,13 @@ def results(races: int = 1, **options: Any) -> dict[str, Any]:
         "kind": "outpace bench",
         "version": 1,
         "date": "2026-01-01",
+        "fingerprint": {"layers": 8},
         "about": dict.fromkeys(names, EVIL),
         "settings": {"max_new_tokens": 6, "data": "", "sampling": {"temperature": 0.0, "seed": 0}},
-        "entries": [{"label": label, "name": label, "settings": {}, "lossless": True, "own": True} for label in labels],
+        "entries": [
+            {"label": label, "name": label, "settings": settings, "lossless": True, "own": True}
+            for label, settings in labels.items()
+        ],
         "identical": True,
         "summary": [{"label": label, "all": figures(), "tasks": {"code": figures()}} for label in labels],
         "costs": {"rows": [1, 2, 4], "contexts": [128], "seconds": [[0.01, 0.01, 0.02]]},
@@ -104,6 +119,41 @@ def test_drafts_come_back_from_their_short_form() -> None:
     assert (short["parents"], short["rows"], short["candidates"]) == (draft["parents"], [0, 1], 4)
 
 
+def watched_windows(monkeypatch: pytest.MonkeyPatch, **settings: int) -> tuple[list[Any], list[list[list[int]]]]:
+    """The steps of a text by lookahead, and its window at each."""
+    windows: list[list[list[int]]] = []
+    draft = _Drafter.draft
+
+    def watched(self: _Drafter, room: int) -> Draft:
+        found = draft(self, room)
+        windows.append([[found.tokens[0], *self.levels[0]], *map(list, self.levels[1:])] if self.tips else [])
+        return found
+
+    monkeypatch.setattr(_Drafter, "draft", watched)
+    decoder = Decoder(tiny("Llama"), None, Lookahead(**settings))
+    return list(decoder.stream([5, 9, 5, 9, 5, 9, 7], max_new_tokens=40)), windows
+
+
+@pytest.mark.parametrize("settings", [(4, 4, 4), (1, 5, 3), (7, 3, 2), (15, 5, 15), (3, 2, 3)])
+@pytest.mark.parametrize("others", [{}, PUBLISHED])
+def test_the_window_is_found_in_the_tree(
+    monkeypatch: pytest.MonkeyPatch, settings: tuple[int, int, int], others: dict[str, Any]
+) -> None:
+    window, ngram, guesses = settings
+    steps, windows = watched_windows(monkeypatch, **others, window=window, ngram=ngram, guesses=guesses)
+    found = 0
+    for place, (step, expected) in enumerate(zip(steps, windows, strict=True)):
+        draft = {"tokens": step.draft.tokens, "parents": step.draft.parents, "sources": step.draft.sources}
+        levels = window_of(draft, window, ngram, place)
+        if not levels:
+            continue
+        assert list(map(len, levels)) == list(map(len, expected))
+        for rows, tokens in zip(levels, expected, strict=True):
+            found += sum(row >= 0 for row in rows)
+            assert all(row < 0 or step.draft.tokens[row] == token for row, token in zip(rows, tokens, strict=True))
+    assert found > 0.6 * sum(map(len, (level for levels in windows for level in levels)))
+
+
 def test_a_large_bench_makes_a_small_page() -> None:
     page, left_out = render(results(races=6, steps=128, rows=160))
     assert len(page.encode()) < 2_000_000
@@ -146,6 +196,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script, page, "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("report-*.png"))) == 4
+    assert len(list(tmp_path.glob("steps-lookahead-*.png"))) == len(list(tmp_path.glob("steps-adadecode-*.png"))) == 4
 
 
 def test_without_races_and_costs() -> None:

@@ -31,6 +31,7 @@ LEVELS = [
     ["bench"],
     ["board"],
     ["chart", "picture"],
+    ["reproduce"],
     ["serve", "cli"],
     ["__main__"],
 ]

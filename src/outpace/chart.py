@@ -115,13 +115,18 @@ def print_receipt(console: Console, receipt: Receipt, tokenizer: Any) -> None:
     console.print(receipt.verdict, style="bold green" if receipt.passed else "bold red", markup=False)
 
 
+def can_plot() -> bool:
+    """Whether drawings can be written to files."""
+    return find_spec("matplotlib") is not None
+
+
 def check_plot(path: Path | None) -> None:
     """Raise InputError where a drawing could not be written, before the work that it draws."""
     if path is None:
         return
     if path.suffix not in (".png", ".svg"):
         raise InputError(f"--plot {path}: the file must end in .png or .svg.")
-    if find_spec("matplotlib") is None:
+    if not can_plot():
         raise InputError("drawing to a file needs matplotlib: pip install 'outpace[bench]'.")
 
 
@@ -143,6 +148,19 @@ def save_accuracies(accuracies: Mapping[str, Sequence[Sequence[float]]], path: P
                 axes.plot(range(1, len(heads) + 1), shares, f"C{number}o{style}", label=f"{name}, top {top}")
         axes.set(xlabel="head", ylabel="right on held-out text", ylim=(0, 1))
         axes.set_xticks(range(1, 1 + max(map(len, accuracies.values()))))
+
+
+def save_lines(
+    lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, across: str, up: str, logarithmic: bool = False
+) -> None:
+    """Lines by name, each as points."""
+    with _axes(path) as axes:
+        for number, (name, points) in enumerate(lines.items()):
+            colour, dashes = _PALETTE[1 + number % 7], ("-", "--", ":", "-.")[number % 4]
+            axes.plot(*zip(*points, strict=True), dashes, marker="o", color=colour, label=name)
+        axes.set(xlabel=across, ylabel=up)
+        if logarithmic:
+            axes.set_xscale("log", base=2)
 
 
 def save_speeds(results: Mapping[str, Any], path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The command line: `outpace generate`, `race`, `bench`, `verify`, `report`, `train`, `export`, `calibrate`, `models`.
+"""The command line: `outpace generate`, `race`, `bench`, `verify`, `report`, `reproduce`, `train`, `export`,
+`calibrate`, `models`.
 
 What is asked for goes to standard output, everything else to standard error. torch and transformers take seconds to
 import, so that happens inside the commands, after the arguments are read.
@@ -391,6 +392,85 @@ def report(
 
 
 @app.command()
+def reproduce(
+    paper: Annotated[str, typer.Argument(metavar="lookahead|adadecode|amphista", show_default=False)],
+    model: Model = "smollm2-135m",
+    data: Annotated[
+        list[Path],
+        typer.Option(help="A file of questions, as for `bench`. May be repeated. Default: 48 prompts of our own."),
+    ] = [],  # noqa: B006
+    short: Annotated[
+        bool | None,
+        typer.Option(
+            "--short/--full",
+            help="One question of each task and 32 new tokens, or 8 and 128. Default: short on a CPU.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="Heads in place of those that come with Outpace (exits, medusa, hydra, amphista), or variants to "
+            "compare with: for adadecode `full`, or a domain like `math`; for amphista any name. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
+    answers: Annotated[
+        Path | None, typer.Option(help="amphista: judge heads on these held-out answers too, as `train` keeps them.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="A folder for tables (.md, .json) and plots (.svg).")] = Path("reproduced"),
+    dtype: Dtype = None,
+    device: Device = None,
+    runtime: Runtime = "auto",
+    raw: Raw = False,
+    as_json: Json = False,
+) -> None:
+    """Measure the tables and figures of PAPER, and print them beside the paper's own, with what holds.
+
+    Finished runs are kept in the folder `runs` of --out: what was stopped goes on where it was.
+    """
+    from .bench.data import own_questions, read_questions
+    from .chart import can_plot, progress_bar
+    from .reproduce import PAPERS, stem
+    from .reproduce.lab import FULL, SHORT, Lab
+
+    if paper not in PAPERS:
+        raise UnknownNameError("paper", paper, PAPERS)
+    options: dict[str, Any] = {}
+    if heads:
+        options["heads"] = dict(map(_split_heads, heads))
+    if answers is not None:
+        options["answers"] = answers
+    if heads and paper == "lookahead":
+        raise InputError("--heads: lookahead has no heads.")
+    if answers is not None and paper != "amphista":
+        raise InputError("--answers is for amphista alone.")
+    questions = read_questions(*data) if data else own_questions()
+    decoder, loaded = _load_both(model, dtype, device, runtime)
+    scale = SHORT if short or (short is None and decoder.model.device.type == "cpu") else FULL
+    name = stem(paper, model, decoder)
+    with progress_bar(paper) as show:
+        lab = Lab(
+            *(decoder, questions, scale, out / "runs" / name),
+            model=loaded,
+            data=", ".join(path.name for path in data),
+            raw=raw,
+            show=show,
+        )
+        findings = PAPERS[paper](lab, **options)
+    given = [f"--model {model}"] if model != "smollm2-135m" else []
+    given += ["--short" if scale == SHORT else "--full", *(f"--data {path.name}" for path in data)]
+    given += [f"--heads {text}" for text in heads]
+    page = findings.save(out, name, " ".join(["outpace reproduce", paper, *given]))
+    if as_json:
+        typer.echo(json.dumps({"file": str(page), **findings.to_json()}))
+    else:
+        typer.echo(page.read_text(encoding="utf-8"))
+        missing = "" if can_plot() else "; plots need matplotlib: pip install 'outpace[bench]'"
+        typer.echo(f"kept in {page} and {page.with_suffix('.json')}{missing}", err=True)
+
+
+@app.command()
 def calibrate(
     model: Model = "smollm2-135m",
     dtype: Dtype = None,
@@ -551,6 +631,13 @@ def _read(prompt: str) -> str:
     except UnicodeError as error:
         raise InputError("the prompt is not UTF-8 text.") from error
     return prompt
+
+
+def _split_heads(given: str) -> tuple[str, str]:
+    name, equals, folder = given.partition("=")
+    if not (name and equals and folder):
+        raise InputError(f"--heads {given}: expected NAME=FOLDER, as in --heads exits=heads/exits.")
+    return name, folder
 
 
 def _split(setting: str) -> tuple[str, str]:

@@ -28,11 +28,11 @@ def check_picture(path: Path | None, method: str) -> None:
         raise InputError(f"--picture: {method} climbs no stairs. Use it with {', '.join(DRAWN)}.")
 
 
-def climbs_of(step: Step, layers: int) -> list[Climb]:
-    """What was run for a step, in order: where each guess left tells it all."""
+def climbs_of(sources: Sequence[str], layers: int) -> list[Climb]:
+    """What was run for a draft with these sources, in order: where each guess left tells it all."""
     heights = Heights()
     found: list[Climb] = []
-    for source in (*step.draft.sources[1:], MODEL):
+    for source in (*sources[1:], MODEL):
         heights.push()
         found += heights.climb(layers if source == MODEL else int(source.removeprefix("exit ")))
     return found
@@ -73,8 +73,9 @@ def staircase(steps: Sequence[Step], layers: int, word: Callable[[int], str]) ->
 
 def _blocks(step: Step, layers: int, left: int) -> list[str]:
     found = []
-    for turn, (first, start, stop) in enumerate(climbs_of(step, layers)):
-        last = max(climb.first for climb in climbs_of(step, layers)[: turn + 1])  # rows that are there by now
+    climbs = climbs_of(step.draft.sources, layers)
+    for turn, (first, start, stop) in enumerate(climbs):
+        last = max(climb.first for climb in climbs[: turn + 1])  # rows that are there by now
         for row in range(first, last + 1):
             colour = SHADES[min(turn, len(SHADES) - 1)] if row < len(step.tokens) else LOST
             place = f'x="{left + row * COLUMN}" y="{_level(stop, layers)}"'

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,23 @@ class Question:
     task: str
     number: int  # counted from 0 within the task
     turns: tuple[str, ...]
+    references: tuple[str, ...] = ()  # answers that the file has, one for each turn from the first on
 
 
 def own_questions() -> list[Question]:
     """The prompts that come with Outpace."""
-    return _numbered((task, (prompt,)) for task, group in PROMPTS.items() for prompt in group)
+    return _numbered(Question(task, 0, (prompt,)) for task, group in PROMPTS.items() for prompt in group)
 
 
-def read_questions(path: Path) -> list[Question]:
-    """The questions of a file. Raises InputError that names the line."""
-    entries = list(_entries(path))
-    if not entries:
-        raise InputError(f"{path} has no questions: it is empty.")
-    return _numbered(_question(entry, place) for place, entry in entries)
+def read_questions(*paths: Path) -> list[Question]:
+    """The questions of some files. Raises InputError that names the line."""
+    found = list[Question]()
+    for path in paths:
+        entries = list(_entries(path))
+        if not entries:
+            raise InputError(f"{path} has no questions: it is empty.")
+        found += [_question(entry, place) for place, entry in entries]
+    return _numbered(found)
 
 
 def choose_questions(questions: Sequence[Question], tasks: Sequence[str], each: int) -> list[Question]:
@@ -63,12 +68,12 @@ def choose_questions(questions: Sequence[Question], tasks: Sequence[str], each: 
     ]
 
 
-def _numbered(found: Iterator[tuple[str, tuple[str, ...]]]) -> list[Question]:
-    counts: dict[str, int] = {}
+def _numbered(found: Iterable[Question]) -> list[Question]:
+    counts = Counter[str]()
     questions = []
-    for task, turns in found:
-        number = counts[task] = counts.get(task, -1) + 1
-        questions.append(Question(task, number, turns))
+    for question in found:
+        questions.append(replace(question, number=counts[question.task]))
+        counts[question.task] += 1
     return questions
 
 
@@ -106,7 +111,8 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} is not UTF-8 text. Give a file of questions: JSON lines, or a JSON list.") from error
 
 
-def _question(entry: Any, place: str) -> tuple[str, tuple[str, ...]]:
+def _question(entry: Any, place: str) -> Question:
+    """A question; its number is not counted yet."""
     if not isinstance(entry, Mapping):
         raise InputError(f"{place}: expected an object, found {json.dumps(entry)[:40]}.")
     if "turns" in entry and "category" in entry:
@@ -114,21 +120,28 @@ def _question(entry: Any, place: str) -> tuple[str, tuple[str, ...]]:
         if not isinstance(turns, list) or not turns:
             raise InputError(f"{place}: turns must be a list of texts, and not empty.")
         category = str(entry["category"])
-        return category if category in _SPEC_BENCH else "chat", tuple(_checked(turn, "turns", place) for turn in turns)
-    for task, text, mark in (
-        ("humaneval", "prompt", "entry_point"),
-        ("mbpp", "prompt", "test_list"),
-        ("mbpp", "text", "test_list"),
-        ("gsm8k", "question", "answer"),
-        ("classeval", "skeleton", "skeleton"),
+        task = category if category in _SPEC_BENCH else "chat"
+        return Question(task, 0, tuple(_checked(turn, "turns", place) for turn in turns), _references(entry))
+    for task, text, mark, reference in (
+        ("humaneval", "prompt", "entry_point", "canonical_solution"),
+        ("mbpp", "prompt", "test_list", "code"),
+        ("mbpp", "text", "test_list", "code"),
+        ("gsm8k", "question", "answer", "answer"),
+        ("classeval", "skeleton", "skeleton", "solution_code"),
     ):
         if text in entry and mark in entry:
-            return task, (_checked(entry[text], text, place),)
+            return Question(task, 0, (_checked(entry[text], text, place),), _references(entry, reference))
     raise InputError(
         f"{place}: this is no entry of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval: it has "
         f"{', '.join(map(str, entry)) or 'nothing'}. Expected turns and category; question and answer; prompt and "
         "entry_point; prompt and test_list; or skeleton."
     )
+
+
+def _references(entry: Mapping[str, Any], name: str = "reference") -> tuple[str, ...]:
+    found = entry.get(name)
+    listed: list[Any] = found if isinstance(found, list) else [found]
+    return tuple(listed) if all(isinstance(text, str) for text in listed) else ()
 
 
 def _checked(text: Any, name: str, place: str) -> str:

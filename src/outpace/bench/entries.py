@@ -42,6 +42,7 @@ class Run:
     offered: list[int] = field(default_factory=list)  # by depth from 1: steps with a guess so deep
     accepted: list[int] = field(default_factory=list)  # by depth from 1: steps that accepted a guess there
     lane: list[dict[str, Any]] | None = None  # recorded: each step with its time, for the race
+    counts: dict[str, float] = field(default_factory=dict)  # what an entry counts beside
 
 
 @dataclass(frozen=True)

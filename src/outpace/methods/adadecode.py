@@ -67,10 +67,7 @@ class AdaDecode(Method):
         return False
 
     def prepare(self, model: Model) -> Method:
-        if isinstance(self.heads, Ready):
-            _check_fit(self.name, self.heads.heads, model)
-            return self
-        ready = self._load(model)
+        ready = self.heads if isinstance(self.heads, Ready) else self._load(model)
         assert isinstance(ready.heads, ExitHeads)
         _check_fit(self.name, ready.heads, model)
         for layer in self.exits:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 from ..draft import Draft, Scores, Tree, Verdict
 from ..errors import InputError
@@ -26,6 +27,15 @@ from .base import Drafter, Method, Size
 from .ngrams import History, NgramPool
 
 HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
+PUBLISHED: dict[str, Any] = {  # settings that make it the paper's, without "prompt as reference" (prompt_pool)
+    "prompt_pool": False,
+    "verify_window": False,
+    "verify_early": False,
+    "longest_key": 1,
+    "reach": 0,
+    "recycle": False,
+    "shift": "step",
+}
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,14 @@ def write_report(results: Path | Mapping[str, Any], page: Path) -> list[str]:
 
 def render(results: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The page, and the tasks whose races are not in it."""
-    races, left_out = _races(results["races"])
+    windows = {
+        entry["label"]: (entry["settings"]["window"], entry["settings"]["ngram"])
+        for entry in results["entries"]
+        if entry["name"] == "lookahead"
+    }
+    races, left_out = _races(results["races"], windows)
     data = {
+        "layers": results["fingerprint"]["layers"],
         **{name: results[name] for name in ("date", "about", "settings", "entries", "identical", "summary", "costs")},
         "depths": _depths(results["entries"], results["runs"]),
         "differences": [_difference(run) for run in results["runs"] if run["equal"] is False][:50],
@@ -44,16 +50,18 @@ def _embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _races(stored: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+def _races(
+    stored: Sequence[Mapping[str, Any]], windows: Mapping[str, tuple[int, int]]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """As many races as there is room for, the first one in any case (without drafts, if it must be)."""
     found: list[dict[str, Any]] = []
     left_out: list[str] = []
     room = ROOM
     for race in stored:
-        compact = _compact(race)
+        compact = _compact(race, windows)
         size = len(_embedded(compact).encode())
         if size > room and not found:
-            compact = _compact(race, drafts=False)
+            compact = _compact(race, windows, drafts=False)
             size = len(_embedded(compact).encode())
         if size > room and found:
             left_out.append(str(race["task"]))
@@ -63,14 +71,17 @@ def _races(stored: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], l
     return found, left_out
 
 
-def _compact(race: Mapping[str, Any], drafts: bool = True) -> dict[str, Any]:
+def _compact(race: Mapping[str, Any], windows: Mapping[str, tuple[int, int]], drafts: bool = True) -> dict[str, Any]:
     """A race with its words and sources in two lists, and numbers in place of both."""
     sources: dict[str, int] = {"model": 0}
     words: dict[str, int] = {}
-    lanes = [
-        {**lane, "steps": [_compact_step(step, race["words"], words, sources, drafts) for step in lane["steps"]]}
-        for lane in race["lanes"]
-    ]
+    lanes = []
+    for lane in race["lanes"]:
+        steps = [_compact_step(step, race["words"], words, sources, drafts) for step in lane["steps"]]
+        if drafts and lane["label"] in windows:
+            for place, (step, short) in enumerate(zip(lane["steps"], steps, strict=True)):
+                short["window"] = window_of(step["draft"], *windows[lane["label"]], place)
+        lanes.append({**lane, "steps": steps})
     names = {name: race[name] for name in ("task", "prompt", "text")}
     return {**names, "words": list(words), "sources": list(sources), "lanes": lanes}
 
@@ -100,6 +111,32 @@ def _compact_step(
             "rows": draft["rows"],
         }
     return found
+
+
+def window_of(draft: Mapping[str, Any], window: int, ngram: int, step: int) -> list[list[int]]:
+    """Lookahead's window as rows of the draft, level by level from the spine; [] where a step has none.
+
+    The spine went into the tree first and then each column, behind the guesses. A column that they have already has no
+    rows of its own: it is -1 at each level.
+    """
+    parents, depths, paths = draft["parents"], [0], [[0]]
+    for row, parent in enumerate(parents[1:], 1):
+        depths.append(depths[parent] + 1)
+        paths.append([*paths[parent], row])
+    ends = list[int]()  # of runs of new rows, each below the one before
+    for row, source in enumerate(draft["sources"]):
+        if source == "window":
+            if ends and parents[row] == ends[-1] == row - 1:
+                ends.pop()
+            ends.append(row)
+    spine = window - 1 + max(0, ngram - 2 - step)  # longer while there are fewer levels than in the end
+    below = min(step, ngram - 2)
+    first = ends.pop(0) if spine and ends else 0
+    if depths[first] != spine or not (first or ends):
+        return []
+    columns = {depths[end] - below: paths[end][-below:] for end in ends if below}
+    levels = zip(*(columns.get(column, [-1] * below) for column in range(spine + 1)), strict=True)
+    return [paths[first], *map(list, levels)]
 
 
 def _depths(entries: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

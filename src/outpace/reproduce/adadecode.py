@@ -1,0 +1,326 @@
+"""AdaDecode (arXiv 2506.03700): speeds by task, the ablation, the threshold γ, and how often guesses are wrong.
+
+A speed "by the cost model" counts what was run, layer by layer and exit by exit, and prices it: as things are here, or
+as for Llama-3.1-8B on a large GPU, where further rows are free and asking an exit costs 2.5 layers of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..bench.entries import Entry, Ours, Run, Task
+from ..decoder import Decoder
+from ..heads.exits import ORIGINAL
+from ..methods import AdaDecode, Method, SelfSpeculative, UnverifiedAdaDecode
+from ..methods.base import Drafter
+from ..methods.leaving import LONGEST, Costs, costs_of
+from ..picking import Picker
+from ..picture import climbs_of
+from ..pool import Sequence
+from ..runtime.plain import Engine
+from .findings import Claim, Findings, Plot, Table, at_most, everywhere, falling, number, percent
+from .lab import KINDS, Found, Lab, known_by, same_text
+from .rouge import in_order
+
+PAPER = "AdaDecode (arXiv 2506.03700)"
+ON_TASKS = {"summary": (1.14, 1.37, 1.38), "code": (1.51, 1.69, 1.73), "math": (1.48, 1.57, 1.60)}  # 8B, 13B, 34B
+PROBE_8B, LAYERS_8B = 2.49, 32  # of Llama-3.1-8B: an exit's cost in layers, and its layers
+GAMMAS = (0.4, 0.5, 0.6, 0.75, 0.85, 0.9)
+FULL, OURS, LOSSY, UNTRAINED = "full, as published", "ours, calibrated", "no verification", "original head"
+LARGE, DOMAIN = "full-parameter heads", "trained on"
+MODELLED, CLOCKED = "by the cost model, 8B", "by the clock"
+ABLATION = {  # consistency and speed in the paper
+    FULL: (0.996, 1.51),
+    LOSSY: (0.652, 1.64),
+    UNTRAINED: (0.995, 0.84),
+    LARGE: (0.997, 1.49),
+}
+FIXED = (0.996, 1.37)
+
+
+def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None) -> Findings:
+    """All tables. `heads` by name: `exits` in place of those that come with Outpace; `full` with output matrices of
+    their own; any other name is a domain that they were trained on, like `math` or `code`.
+    """
+    lab.parts = 2
+    given = dict(heads or {})
+    exits = given.pop("exits", None)
+    every: Any = lab.decoder.prepare(AdaDecode(heads=exits))
+    layers = lab.decoder.model.layers
+    three = three_of(every.exits, layers)
+    variants = _variants(exits, three, given)
+    tasks = lab.tasks(*ON_TASKS)
+    others: dict[str, Method | str] = {"self-speculative": SelfSpeculative(), "lookahead": "lookahead"}
+    entries = lab.ours(others) + [Stairs(lab.decoder, method, label) for label, method in variants.items()]
+    found = lab.measure("adadecode", entries, tasks, each=2 * lab.scale.each)
+    sweep, plot = _sweep(lab, exits, three, tasks)
+    tables = [_main(found, others), _ablation(found, list(variants), three, layers), sweep]
+    return Findings(PAPER, lab.about(), tables, [plot])
+
+
+def three_of(exits: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """The exits that are nearest to a quarter, a half and three quarters of the layers, as in the paper.
+
+    >>> three_of((3, 7, 11, 15, 18, 22, 26), 30)
+    (7, 15, 22)
+    """
+    places = (layers / 4, layers / 2, 3 * layers / 4)
+    return tuple(sorted({min(exits, key=lambda exit_: (abs(exit_ - place), exit_)) for place in places}))
+
+
+def _variants(exits: Any, three: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Method]:
+    fixed: Any = {"control": "fixed"}
+    found: dict[str, Method] = {
+        FULL: AdaDecode(heads=exits, exits=three, **fixed),
+        OURS: AdaDecode(heads=exits),
+        LOSSY: UnverifiedAdaDecode(heads=exits, exits=three, **fixed),
+    }
+    found |= {_fixed(layer): AdaDecode(heads=exits, exits=(layer,), **fixed) for layer in three}
+    found[UNTRAINED] = AdaDecode(heads=ORIGINAL, exits=three, **fixed)
+    for name, heads in given.items():
+        label = LARGE if name == "full" else f"{DOMAIN} {name}"
+        found[label] = AdaDecode(heads=heads, exits=three, **fixed)
+        if name != "full":
+            found[f"{label}, calibrated"] = AdaDecode(heads=heads)
+    return found
+
+
+def _fixed(layer: int) -> str:
+    return f"one exit, layer {layer}"
+
+
+class Stairs(Ours):
+    """A method with early exits. Its runs have counts: layers run, exits asked, guesses, and what all of it costs."""
+
+    def __init__(self, decoder: Decoder, method: Method, label: str) -> None:
+        method = decoder.prepare(method)
+        super().__init__(decoder, method, label, known_by(method))
+        self._engine = decoder.engine
+        self._watched = _Watched(self._method)
+        self._method = self._watched
+
+    def run(self, task: Task) -> Run:
+        self._watched.asked[0] = 0
+        run = super().run(replace(task, record=True))
+        assert run.lane is not None
+        method: Any = self._watched.inner
+        layers = self._engine.model.layers
+        steps = [step["draft"] for step in run.lane]
+        count: dict[str, float] = {
+            "asked": self._watched.asked[0],
+            "layers": sum(stop - start for step in steps for _, start, stop in climbs_of(step["sources"], layers)),
+            "guessed": sum(len(step["sources"]) - 1 for step in steps),
+            "right": sum(len(step["rows"]) - 1 for step in steps),
+            # A guess is judged if all before it were right. The end of the text judges nothing behind it.
+            "wrong": sum(len(step["rows"]) < len(step["sources"]) for step in steps[:-1]),
+        }
+        here = costs_of(self._engine, method.exits, method.heads.heads.settings.frequent)
+        for name, costs in (("cost", here), ("cost_8b", costs_at_8b(method.exits, layers))):
+            spent = sum(_price(step["sources"], method.exits, costs) for step in steps)
+            count[name] = (spent + count["asked"] * costs.probe) / costs.whole  # in tokens of plain decoding
+        return replace(run, lane=None, counts=count)
+
+
+def costs_at_8b(exits: tuple[int, ...], layers: int) -> Costs:
+    """The costs of Llama-3.1-8B on a large GPU, in layers of a model with so many."""
+    probe = PROBE_8B * layers / LAYERS_8B
+    return Costs(tuple(map(float, exits)), layers + probe, probe, (1.0,) * (LONGEST + 2))
+
+
+def _price(sources: list[str], exits: tuple[int, ...], costs: Costs) -> float:
+    """What a step costs without the asking, in layers."""
+    left = [exits.index(int(source.removeprefix("exit "))) for source in sources[1:]]
+    return costs.whole + sum(costs.leaving(exit_, rows) for rows, exit_ in enumerate(left, 1))
+
+
+@dataclass(frozen=True)
+class _Watched(Method):
+    """A method that counts how often its exits are asked."""
+
+    inner: Method
+    asked: list[int] = field(default_factory=lambda: [0])
+
+    name = "watched"
+    about = "counts how often exits are asked"
+
+    def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        drafter = self.inner.start(engine, sequence, picker)
+        control: Any = getattr(drafter, "control", None)
+        if control is not None:
+            decide = control.leaves
+
+            def leaves(exit_: int, confidence: float) -> bool:
+                self.asked[0] += 1
+                return bool(decide(exit_, confidence))
+
+            control.leaves = leaves  # of this text's own control
+        return drafter
+
+
+def _sum(found: Found, label: str, name: str) -> float:
+    return float(sum(run["counts"][name] for run in found.of(label)))
+
+
+def _tokens(found: Found, label: str) -> int:
+    return sum(len(run["token_ids"]) for run in found.of(label))
+
+
+def modelled(found: Found, label: str, cost: str = "cost_8b") -> float:
+    """The speed by the cost model, plain decoding's being 1."""
+    return _tokens(found, label) / _sum(found, label, cost)
+
+
+def rejected(found: Found, label: str) -> float | None:
+    """The share of guesses that were wrong, of those that were judged."""
+    right, wrong = _sum(found, label, "right"), _sum(found, label, "wrong")
+    return wrong / (right + wrong) if right + wrong else None
+
+
+def consistency(found: Found, label: str) -> float:
+    """What the texts have in common with plain decoding's, in order."""
+    plain = {(run["task"], run["prompt"], run["turn"]): run["token_ids"] for run in found.of(found.labels[0])}
+    shares = [in_order(run["token_ids"], plain[run["task"], run["prompt"], run["turn"]]) for run in found.of(label)]
+    return sum(shares) / len(shares)
+
+
+def _main(found: Found, others: Mapping[str, Any]) -> Table:
+    labels = [label for label in found.labels[1:] if label in (FULL, OURS, *others) or label.startswith(DOMAIN)]
+    rows = []
+    for task in [*found.tasks, ""]:
+        paper = next((values for kind, values in ON_TASKS.items() if task in KINDS[kind]), None)
+        figures = [f"{number(found.steps(label, task))}, {number(found.speed(label, task), '×')}" for label in labels]
+        rows.append([task or "all", *figures, " / ".join(f"{value:.2f}×" for value in paper) if paper else ""])
+    best = {task: max(found.speed(label, task) or 0.0 for label in (FULL, OURS)) for task in found.tasks}
+    by_kind = {kind: found.steps_on(FULL, kind) for kind in ("code", "math", "summary")}
+    claims = [
+        same_text(found),
+        everywhere("faster than plain decoding on every task by the clock, with the better control", best, 1.0),
+        falling("code gains more than summaries, in tokens a pass", {k: by_kind[k] for k in ("code", "summary")}),
+        falling("math gains more than summaries", {k: by_kind[k] for k in ("math", "summary")}),
+        falling("faster than self-speculation, by the clock", {n: found.speed(n) for n in (OURS, "self-speculative")}),
+    ]
+    note = "In each cell: tokens a full pass, and the speed by the clock, plain decoding being 1."
+    columns = ["task", *labels, "speed in the paper: 8B / 13B / 34B"]
+    return Table("Speed by task (the paper's main table)", columns, rows, claims, note)
+
+
+def _ablation(found: Found, labels: list[str], three: tuple[int, ...], layers: int) -> Table:
+    speeds: dict[str, Callable[[str], float | None]] = {
+        MODELLED: lambda label: modelled(found, label),
+        CLOCKED: found.speed,
+        "by layers alone, as if exits were asked for nothing": lambda label: 1 / _climbed(found, label, layers),
+    }
+    fixed = {how: found.best([_fixed(layer) for layer in three], speed) for how, speed in speeds.items()}
+    rows = []
+    for label in labels:
+        paper = FIXED if label == fixed[MODELLED] else ABLATION.get(label)
+        same = sum(run["equal"] for run in found.of(label))
+        rows.append(
+            [
+                label,
+                f"{same} of {len(found.of(label))}",
+                number(consistency(found, label), digits=3),
+                number(found.steps(label)),
+                percent(_climbed(found, label, layers)),
+                number(_sum(found, label, "asked") / _tokens(found, label)),
+                percent(rejected(found, label)) if label != LOSSY else "",
+                number(modelled(found, label, "cost"), "×"),
+                number(modelled(found, label), "×"),
+                number(found.speed(label), "×"),
+                number(paper[0], digits=3) if paper else "",
+                number(paper[1], "×") if paper else "",
+            ]
+        )
+    claims = [claim for how, speed in speeds.items() for claim in _orders(labels, how, speed, fixed[how])]
+    claims += [
+        falling(f"ours is faster than the published, {how}", {label: speeds[how](label) for label in (OURS, FULL)})
+        for how in (MODELLED, CLOCKED)
+    ]
+    alike = {label: consistency(found, label) for label in (FULL, LOSSY)}
+    claims.append(falling("inconsistent without verification", alike))
+    return Table("Ablation", COLUMNS, rows, claims + _domains(found, labels), NOTE)
+
+
+COLUMNS = (
+    "variant",
+    "same text",
+    "consistency",
+    "tokens a full pass",
+    "layers run a token",
+    "exits asked a token",
+    "rejected",
+    "speed by the cost model, here",
+    MODELLED,
+    "speed by the clock",
+    "consistency, paper",
+    "speed, paper",
+)
+NOTE = (
+    "Consistency: what the text has in common with plain decoding's, in order. Layers run: plain decoding is 100 %. "
+    "The published one takes three exits, γ = 0.75, at most 5 guesses; the calibrated one all exits and no threshold, "
+    "and it writes plainly where it predicts a speed below 1.05. "
+    "The paper's exits are trained on one domain; trained on all, its full one reaches 1.29×."
+)
+
+
+def _climbed(found: Found, label: str, layers: int) -> float:
+    """The share of the layers that is run for a token."""
+    return _sum(found, label, "layers") / _tokens(found, label) / layers
+
+
+def _orders(labels: list[str], how: str, speed: Callable[[str], float | None], one: str | None) -> list[Claim]:
+    """The paper's order, by one measure of speed; `one` is the best single exit by it."""
+    order = {FULL: speed(FULL), one or "one exit": speed(one) if one else None, UNTRAINED: speed(UNTRAINED)}
+    claims = [
+        falling(f"full > one exit > original head, {how}", order),
+        falling(f"faster without verification, {how}", {LOSSY: speed(LOSSY), FULL: speed(FULL)}),
+    ]
+    if LARGE in labels:
+        light = {"light + 5 %": 1.05 * (speed(FULL) or 0.0), LARGE: speed(LARGE)}
+        claims.append(falling(f"full-parameter heads bring less than 5 %, {how}", light))
+    return claims
+
+
+def _domains(found: Found, labels: list[str]) -> list[Claim]:
+    """Exits that were trained on one domain, there, against those that were trained on all."""
+    claims = []
+    for label in labels:
+        domain = label.removeprefix(f"{DOMAIN} ")
+        if label.startswith(DOMAIN) and domain in KINDS:
+            tokens = {name: found.steps_on(name, domain) for name in (label, FULL)}
+            claims.append(falling(f"on {domain}, exits trained on it take more tokens a pass than mixed ones", tokens))
+    return claims
+
+
+def _sweep(lab: Lab, exits: Any, three: tuple[int, ...], tasks: list[str]) -> tuple[Table, Plot]:
+    entries: list[Entry] = lab.ours({})
+    labels = {gamma: f"γ = {gamma:g}" for gamma in GAMMAS}
+    for gamma, label in labels.items():
+        method = AdaDecode(heads=exits, exits=three, control="fixed", gamma=gamma)
+        entries.append(Stairs(lab.decoder, method, label))
+    found = lab.measure("adadecode-gamma", entries, tasks)
+    rows, speeds = [], []
+    for gamma, label in labels.items():
+        speeds.append(modelled(found, label))
+        figures = [number(found.steps(label)), percent(rejected(found, label)), number(speeds[-1], "×")]
+        rows.append([f"{gamma:g}", *figures, number(found.speed(label), "×")])
+    claims = [
+        same_text(found),
+        at_most(
+            "speed by the cost model varies by at most 10 % with γ", 100 * (1 - min(speeds) / max(speeds)), 10, " %"
+        ),
+        at_most("at γ = 0.85 at most 6 % are rejected", _hundred(rejected(found, labels[0.85])), 6, " %"),
+    ]
+    columns = ["γ", "tokens a full pass", "rejected", "speed by the cost model, 8B", "speed by the clock"]
+    lines = {
+        MODELLED: list(zip(GAMMAS, speeds, strict=True)),
+        CLOCKED: [(gamma, found.speed(label) or 0.0) for gamma, label in labels.items()],
+    }
+    plot = Plot("gamma", "γ", "speed, plain decoding = 1", lines)
+    return Table("The threshold γ, and rejected guesses", columns, rows, claims), plot
+
+
+def _hundred(share: float | None) -> float | None:
+    return None if share is None else 100 * share

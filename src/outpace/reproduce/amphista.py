@@ -1,0 +1,158 @@
+"""Amphista (arXiv 2406.13170): how often heads are right, tokens a step by task and temperature, ablations.
+
+Medusa, Hydra and Amphista draft with as many rows each. The paper's figures are those of Vicuna-33B on MT-Bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..heads import Heads
+from ..methods import Amphista, Hydra, Medusa, Method
+from ..methods.headed import Headed
+from ..training.data import read_answers
+from ..training.trainer import Plan, Trainer
+from .findings import Claim, Findings, Plot, Table, everywhere, falling, number
+from .lab import Found, Lab, same_text
+
+PAPER = "Amphista (arXiv 2406.13170)"
+TO_PLAIN, TO_MEDUSA = 2.75, 1.40
+TEMPERATURES = (0.0, 0.7)
+KINDS: dict[str, type[Headed]] = {kind.name: kind for kind in (Medusa, Hydra, Amphista)}
+LOOKUP, MEASURED, ALONE = "amphista with lookup", "amphista, measured tree", "amphista, not coupled"
+
+
+def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None, answers: Path | None = None, rows: int = 0) -> Findings:
+    """All tables. `heads` by name: `medusa`, `hydra` and `amphista` in place of those that come with Outpace; any other
+    name is a variant of Amphista. With a folder of `answers`, as `outpace train` keeps them, heads are judged on the
+    held-out ones once more. `rows` is how many a draft has; 0: 64, on a CPU 8.
+    """
+    lab.parts = len(TEMPERATURES)
+    given = dict(heads or {})
+    same: Any = {"rows": rows or (8 if lab.cpu else 64), "lookup": 0.0, "priced": False}
+    ready: dict[str, Any] = {
+        name: lab.decoder.prepare(kind(heads=given.pop(name, None), **same)) for name, kind in KINDS.items()
+    }
+    variants = {name: lab.decoder.prepare(Amphista(heads=folder, **same)) for name, folder in given.items()}
+    tried: dict[str, Method | str] = {
+        **ready,
+        LOOKUP: replace(ready["amphista"], lookup=0.5),
+        **({MEASURED: replace(ready["amphista"], tree="measured")} if ready["amphista"].heads.about.tree else {}),
+        ALONE: replace(ready["amphista"], coupled=False),
+        **{f"amphista, {name}": method for name, method in variants.items()},
+    }
+    tables, plots = list[Table](), list[Plot]()
+    if all(method.heads.about.accuracies for method in ready.values()):
+        table, plot = _accuracies({**ready, **variants}, "stored with the heads")
+        tables.append(table)
+        plots.append(plot)
+    if answers is not None:
+        tables.append(_judged(lab, {**ready, **variants}, answers))
+    for temperature in TEMPERATURES:
+        # Greedy guesses have no noise that they could share, and one temperature is enough to compare trees.
+        left_out = MEASURED if temperature else ALONE
+        used = {label: method for label, method in tried.items() if label != left_out}
+        part = f"amphista-{temperature:g}"
+        found = lab.measure(part, lab.ours(used), lab.tasks(), temperature=temperature)
+        tables.append(_by_task(found, temperature, same["rows"]))
+    return Findings(PAPER, lab.about(), tables, plots)
+
+
+def _accuracies(methods: Mapping[str, Any], where: str) -> tuple[Table, Plot]:
+    return _table({name: method.heads.about.accuracies for name, method in methods.items()}, where)
+
+
+def _judged(lab: Lab, methods: Mapping[str, Any], answers: Path) -> Table:
+    """Accuracies on held-out answers."""
+    if lab.model is None:
+        raise InputError("answers are judged with the transformers model: give it to the lab.")
+    texts = read_answers(answers / "held-out" if (answers / "held-out").is_dir() else answers)
+    parts: dict[str, Heads] = {name: method.heads.heads for name, method in methods.items()}
+    adapted: Any = lab.decoder.model
+    trainer = Trainer(lab.model, adapted.norm, adapted.ends(), parts, Plan(updates=1))
+    found = trainer.accuracies(texts)
+    for part in parts.values():
+        part.eval()
+    return _table({name: ranks.tolist() for name, ranks in found.items()}, f"on {len(texts)} held-out answers")[0]
+
+
+def _table(accuracies: Mapping[str, Sequence[Sequence[float]]], where: str) -> tuple[Table, Plot]:
+    most = max(map(len, accuracies.values()))
+    rows = []
+    for name, heads in accuracies.items():
+        cells = [f"{ranks[0]:.3f} ({sum(ranks[:5]):.3f})" for ranks in heads]
+        rows.append([name, *cells, *[""] * (most - len(cells))])
+    ratios = {
+        f"head {place}": ours[0] / theirs[0]
+        for place, (ours, theirs) in enumerate(zip(accuracies["amphista"], accuracies["medusa"], strict=False), 1)
+        if theirs[0]
+    }
+    rows.append(["amphista / medusa", *(number(ratio) for ratio in ratios.values())])
+    values = list(ratios.values())
+    half = len(values) // 2
+    gains = {"the last two": _mean(values[half:]), "the first two": _mean(values[:half])}
+    claims = [
+        everywhere("every head of Amphista is right more often than Medusa's", ratios, 1.0),
+        falling("it gains most at the last two heads", gains),
+    ]
+    title = f"Heads that are right (the paper's Figure 1), {where}"
+    table = Table(title, ["heads", *(f"{place}" for place in range(1, most + 1))], rows, claims, "Top-1 (top-5).")
+    lines = {
+        name: [(float(place), ranks[0]) for place, ranks in enumerate(heads, 1)] for name, heads in accuracies.items()
+    }
+    return table, Plot("heads", "head", "right with its first guess, on held-out text", lines)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _by_task(found: Found, temperature: float, rows: int) -> Table:
+    labels = found.labels[1:]
+    lines = [
+        [
+            label,
+            *(number(found.steps(label, task)) for task in found.tasks),
+            number(found.steps(label)),
+            number(found.speed(label), "×"),
+            number(_ratio(found.steps(label), found.steps("medusa"))),
+            number(_ratio(found.speed(label), found.speed("medusa")), "×"),
+        ]
+        for label in labels
+    ]
+    lines.append(["paper, amphista", *[""] * (len(found.tasks) + 1), f"{TO_PLAIN}×", "", f"{TO_MEDUSA:.2f}×"])
+    steps = {label: found.steps(label) for label in labels}
+    ratio = _ratio(found.steps("amphista"), found.steps("medusa")) or 0.0
+    claims = [
+        same_text(found),
+        falling("Amphista > Hydra > Medusa, in tokens a step", {n: steps[n] for n in reversed(KINDS)}),
+        everywhere("Amphista > Medusa on every task", _gains(found), 1.0),
+        Claim(f"Amphista takes {TO_MEDUSA:.2f} times Medusa's tokens a step", ratio >= TO_MEDUSA, f"{ratio:.2f}"),
+        falling("faster than Medusa, by the clock", {n: found.speed(n) for n in ("amphista", "medusa")}),
+        everywhere("faster than plain decoding, by the clock", {"amphista": found.speed("amphista")}, 1.0),
+        falling("guesses that the text repeats itself help (ours)", {n: steps[n] for n in (LOOKUP, "amphista")}),
+    ]
+    if ALONE in steps:
+        claims.append(falling("sharing the target's noise helps (ours)", {n: steps[n] for n in ("amphista", ALONE)}))
+    if MEASURED in steps:
+        claims.append(falling("trees grown by confidence help (ours)", {n: steps[n] for n in ("amphista", MEASURED)}))
+    for label in labels[len(KINDS) :]:
+        if label not in (LOOKUP, ALONE, MEASURED):
+            name = label.removeprefix("amphista, ")
+            claims.append(falling(f"the whole Amphista beats “{name}”", {n: steps[n] for n in ("amphista", label)}))
+    columns = ["tokens a step", *found.tasks, "all", "speed", "tokens: medusa = 1", "speed: medusa = 1"]
+    how = f"temperature {temperature:g}" if temperature else "greedy"
+    note = f"{rows} rows a draft. Speeds by the clock: plain decoding is 1. The paper's are greedy, on MT-Bench."
+    return Table(f"Tokens a step, {how}", columns, lines, claims, note)
+
+
+def _gains(found: Found) -> dict[str, float | None]:
+    return {task: _ratio(found.steps("amphista", task), found.steps("medusa", task)) for task in found.tasks}
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None

@@ -1,0 +1,146 @@
+"""What a reproduction found: tables beside the paper's figures, claims that are judged by the numbers, plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..chart import can_plot, save_lines
+from ..files import write_whole
+
+KIND, VERSION = "outpace reproduction", 1
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that the paper says, and whether it holds here."""
+
+    text: str
+    holds: bool | None  # None: it was not measured
+    found: str
+
+    def __str__(self) -> str:
+        verdict = {True: "holds", False: "**does not hold**", None: "not measured"}[self.holds]
+        return f"{verdict}: {self.text}" + (f" ({self.found})" if self.found else "")
+
+
+def falling(text: str, values: Mapping[str, float | None]) -> Claim:
+    """The claim that named values fall from each to the next.
+
+    >>> str(falling("the more the better", {"many": 2.0, "few": 1.5}))
+    'holds: the more the better (many 2.00 > few 1.50)'
+    """
+    known = [value for value in values.values() if value is not None]
+    if len(known) < len(values):
+        return Claim(text, None, "")
+    signs = [">" if left > right else "≤" for left, right in pairwise(known)]
+    words = [f"{name} {value:.2f}" for name, value in zip(values, known, strict=True)]
+    found = words[0] + "".join(f" {sign} {word}" for sign, word in zip(signs, words[1:], strict=True))
+    return Claim(text, "≤" not in signs, found)
+
+
+def everywhere(text: str, values: Mapping[str, float | None], least: float) -> Claim:
+    """The claim that all named values are above one.
+
+    >>> str(everywhere("quicker on every task", {"chat": 0.9, "code": 1.5}, 1.0))
+    '**does not hold**: quicker on every task (chat 0.90, code 1.50)'
+    """
+    known = {name: value for name, value in values.items() if value is not None}
+    found = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
+    return Claim(text, all(value > least for value in known.values()) if known else None, found)
+
+
+def at_most(text: str, value: float | None, most: float, mark: str = "") -> Claim:
+    """The claim that a value is no more than one."""
+    return Claim(text, None if value is None else value <= most, "" if value is None else f"{value:.3g}{mark}")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured figures with the paper's own beside them, and what follows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    claims: Sequence[Claim] = ()
+    note: str = ""
+
+    def markdown(self) -> str:
+        """The table, its note and its claims."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+        claims = "\n".join(f"- {claim}" for claim in self.claims)
+        return "\n\n".join(part for part in (f"## {self.title}", table, self.note, claims) if part)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Lines by name, each as points."""
+
+    name: str
+    across: str
+    up: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was found about one paper."""
+
+    paper: str
+    about: str  # what was measured with
+    tables: Sequence[Table]
+    plots: Sequence[Plot] = ()
+
+    @property
+    def claims(self) -> list[Claim]:
+        """Of all tables."""
+        return [claim for table in self.tables for claim in table.claims]
+
+    @property
+    def verdict(self) -> str:
+        """How many claims hold."""
+        judged = [claim.holds for claim in self.claims if claim.holds is not None]
+        return f"{sum(judged)} of {len(judged)} claims hold"
+
+    def markdown(self, command: str = "", plots: Iterable[str] = ()) -> str:
+        """The whole page, with the command that made it and links to plots that lie beside it."""
+        made = [f"    {command}"] if command else []
+        pictures = [f"![{name}]({name})" for name in plots]
+        tables = [table.markdown() for table in self.tables]
+        return "\n\n".join([f"# {self.paper}", *made, self.about, *tables, *pictures, f"**{self.verdict}.**"]) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """The findings as plain values."""
+        return {"kind": KIND, "version": VERSION, **asdict(self), "verdict": self.verdict}
+
+    def save(self, folder: Path, stem: str, command: str = "") -> Path:
+        """Write STEM.md and STEM.json, and where matplotlib is there the plots; the page comes last."""
+        write_whole(folder / f"{stem}.json", json.dumps({"command": command, **self.to_json()}, indent=1))
+        drawn = []
+        if can_plot():
+            for plot in self.plots:
+                drawn.append(f"{stem}-{plot.name}.svg")
+                save_lines(plot.lines, folder / drawn[-1], plot.across, plot.up, plot.logarithmic)
+        page = folder / f"{stem}.md"
+        write_whole(page, self.markdown(command, drawn))
+        return page
+
+
+def number(value: float | None, mark: str = "", digits: int = 2) -> str:
+    """A figure for a table.
+
+    >>> number(1.234, "×"), number(None)
+    ('1.23×', '–')
+    """
+    return "–" if value is None else f"{value:.{digits}f}{mark}"
+
+
+def percent(value: float | None) -> str:
+    """A share for a table."""
+    return "–" if value is None else f"{value:.1%}"

@@ -1,0 +1,194 @@
+"""Where reproductions measure: one decoder, some questions, and a journal for each part of the work."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ..bench.data import Question
+from ..bench.entries import Entry, Ours, Transformers
+from ..bench.harness import Settings, digest, measure
+from ..bench.results import summarize
+from ..decoder import Decoder
+from ..errors import InputError
+from ..methods import Method
+from ..methods.headed import Ready
+from ..picking import Sampling
+from ..trace import about
+from .findings import Claim
+
+KINDS = {  # what the papers' data sets are called here, in our own prompts and in other people's files
+    "chat": ("chat",),
+    "summary": ("summary", "summarization"),
+    "math": ("math", "math_reasoning", "gsm8k"),
+    "code": ("code", "humaneval", "mbpp", "classeval"),
+}
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    each: int  # questions of each task
+    tokens: int  # new tokens of each text
+
+
+SHORT, FULL = Scale(1, 32), Scale(8, 128)
+
+
+class Found:
+    """The runs of one part, by label and task."""
+
+    def __init__(self, entries: Sequence[Entry], runs: list[dict[str, Any]]) -> None:
+        self.labels = [entry.label for entry in entries]
+        self.lossless = [entry.label for entry in entries if entry.own and entry.lossless]
+        self.runs = runs
+        self.tasks = list(dict.fromkeys(run["task"] for run in runs))
+        self._figures = {found["label"]: found for found in summarize(runs, self.labels)}
+
+    def of(self, label: str, task: str = "") -> list[dict[str, Any]]:
+        """The runs of an entry."""
+        return [run for run in self.runs if run["label"] == label and task in ("", run["task"])]
+
+    def figure(self, name: str, label: str, task: str = "") -> float | None:
+        """A figure of the bench's summary, of several quartiles the median. None where it was not measured."""
+        if label not in self._figures:
+            return None
+        found = self._figures[label]
+        value = (found["tasks"][task] if task else found["all"])[name]
+        chosen = value[1] if isinstance(value, list) else value
+        return None if chosen is None else float(chosen)
+
+    def steps(self, label: str, task: str = "") -> float | None:
+        """Tokens a step."""
+        return self.figure("tokens_per_step", label, task)
+
+    def steps_on(self, label: str, kind: str) -> float | None:
+        """Tokens a step on all tasks of a kind."""
+        runs = [run for task in KINDS[kind] for run in self.of(label, task)]
+        return sum(len(run["token_ids"]) for run in runs) / sum(run["steps"] for run in runs) if runs else None
+
+    def speed(self, label: str, task: str = "") -> float | None:
+        """Tokens a second, plain decoding's being 1."""
+        return self.figure("speed", label, task)
+
+    def best(self, labels: Sequence[str], figure: Callable[[str], float | None]) -> str | None:
+        """The label with the highest figure."""
+        known = {label: value for label in labels if (value := figure(label)) is not None}
+        return max(known, key=lambda label: known[label]) if known else None
+
+    @property
+    def different(self) -> dict[str, int]:
+        """Texts of lossless methods that are not plain decoding's, by label."""
+        wrong = {label: sum(run["equal"] is False for run in self.of(label)) for label in self.lossless}
+        return {label: count for label, count in wrong.items() if count}
+
+
+def same_text(found: Found) -> Claim:
+    """The claim that all lossless methods write plain decoding's text."""
+    count = sum(len(found.of(label)) for label in found.lossless)
+    wrong = ", ".join(f"{label} {wrong}" for label, wrong in found.different.items())
+    differ = f"differing texts: {wrong}" if wrong else f"{count} texts"
+    return Claim("every lossless text is plain decoding's, token for token", not wrong, differ)
+
+
+def known_by(method: Method) -> dict[str, str]:
+    """What tells a method's heads from others: without it, runs with one would pass for runs with the other."""
+    ready = getattr(method, "heads", None)
+    if not isinstance(ready, Ready):
+        return {}
+    weights = {name: weight.flatten() for name, weight in ready.heads.state_dict().items()}
+    sample = {name: weight[:: max(1, len(weight) // 16)].tolist() for name, weight in weights.items()}
+    return {"heads": sha256(json.dumps(sample).encode()).hexdigest()[:16]}
+
+
+class Lab:
+    """Measures parts of a reproduction. What is in their journals already is not measured again."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        questions: Sequence[Question],
+        scale: Scale,
+        runs: Path,
+        *,
+        model: Any = None,
+        data: str = "",
+        raw: bool = False,
+        show: Callable[..., None] = lambda share, text="": None,
+    ) -> None:
+        """`runs` is the folder of journals; `model` the transformers model, to run its own `generate` beside."""
+        self.decoder = decoder
+        self.questions = questions
+        self.scale = scale
+        self.model = model
+        self.parts = 1  # how many parts the work has, for the bar
+        self._done = 0
+        self._runs = runs
+        self._data = data
+        self._raw = raw
+        self._show = show
+        if not questions:
+            raise InputError("there are no questions to measure on.")
+
+    @property
+    def cpu(self) -> bool:
+        """Whether rows cost time."""
+        return self.decoder.model.device.type == "cpu"
+
+    def tasks(self, *kinds: str) -> list[str]:
+        """The tasks among the questions that are of these kinds; all of them where none is, or none is named."""
+        known = list(dict.fromkeys(question.task for question in self.questions))
+        return [task for task in known if any(task in KINDS[kind] for kind in kinds)] or known
+
+    def ours(self, methods: dict[str, Method | str]) -> list[Entry]:
+        """Entries for methods by label, plain decoding first. A name takes settings that suit the device."""
+        plain: dict[str, Method | str] = {PLAIN: "autoregressive"}
+        ready = {label: self.decoder.prepare(method) for label, method in {**plain, **methods}.items()}
+        return [Ours(self.decoder, method, label, known_by(method)) for label, method in ready.items()]
+
+    def theirs(self) -> list[Entry]:
+        """transformers' own `generate`, where its model is here."""
+        return [] if self.model is None else [Transformers(self.decoder, self.model)]
+
+    def measure(
+        self, part: str, entries: Sequence[Entry], tasks: Sequence[str], *, each: int = 0, temperature: float = 0.0
+    ) -> Found:
+        """All entries on the first questions of each task. The first entry is plain decoding."""
+        count = each or self.scale.each
+        chosen = [question for question in self.questions if question.task in tasks and question.number < count]
+        how = Settings(
+            self.scale.tokens,
+            sampling=Sampling(temperature=temperature),
+            raw=self._raw,
+            data=self._data,
+            digest=digest(self.questions),
+        )
+
+        def show(share: float, text: str = "") -> None:
+            self._show((self._done + share) / self.parts, f"{part}: {text}")
+
+        found = measure(self.decoder, entries, chosen, how, self._runs / f"{part}.jsonl", show)
+        self._done += 1
+        if not found.runs:
+            raise InputError(f"no question fits the context of {self.decoder.model.name} with its answer.")
+        return Found(entries, found.runs)
+
+    def about(self) -> str:
+        """What is measured with, in a sentence or two."""
+        facts = about(self.decoder.engine)
+        where = self._data or "our own prompts"
+        model = re.sub(r"^.*/(?=[^/]+, )", "", facts["model"])  # without its folder
+        each = self.scale.each
+        return (
+            f"{model}; {facts['device']}; {facts['dtype']}, runtime {facts['runtime']}, torch {facts['torch']}, "
+            f"transformers {facts['transformers']}, outpace {facts['outpace']}. Questions: {where}, {each} to "
+            f"{2 * each} of each task, {self.scale.tokens} new tokens at most. Speeds are medians over questions of "
+            "the time a token, prompt included; tokens a step are all tokens over all steps."
+        )

@@ -1,0 +1,230 @@
+"""Lookahead Decoding (arXiv 2402.02057): speeds by task, sampling, settings of N, W and G, scaling.
+
+The paper's figures are those of LLaMA-2-7B-Chat on one A100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..methods import Lookahead, Method, PromptLookup
+from ..methods.lookahead import PUBLISHED
+from .findings import Claim, Findings, Plot, Table, everywhere, falling, number
+from .lab import KINDS, PLAIN, Found, Lab, same_text
+from .rouge import Rouge, mean, rouge
+from .scaling import Point, fit, straight
+
+PAPER = "Lookahead Decoding (arXiv 2402.02057)"
+ON_TASKS = {"chat": 1.64, "math": 1.89, "code": 2.25}  # MT-Bench, GSM8K, HumanEval
+ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speed, tokens a step
+BATCHES = {3: (1, 2, 4, 8, 15), 5: (1, 2, 4, 8, 15)}  # N: the W = G that the law is fitted to
+MOST_ON_CPU = 40  # rows of the window and the guesses, (W + G)(N - 1): there they cost time
+
+
+def published(ngram: int, window: int, guesses: int, prompt_pool: bool = False) -> Lookahead:
+    """The paper's algorithm, with settings in the paper's order."""
+    return Lookahead(**{**PUBLISHED, "ngram": ngram, "window": window, "guesses": guesses, "prompt_pool": prompt_pool})
+
+
+def wide(lab: Lab) -> int:
+    """W and G of the large settings, with N = 5: the paper's for 7B, and fewer on a CPU, where rows cost time."""
+    return 5 if lab.cpu else 15
+
+
+def large(lab: Lab) -> Lookahead:
+    """Our algorithm with those settings."""
+    return Lookahead(ngram=5, window=wide(lab), guesses=wide(lab))
+
+
+def _shape(method: Method | str) -> str:
+    return f"({method.ngram}, {method.window}, {method.guesses})" if isinstance(method, Lookahead) else ""
+
+
+SIZED, OURS, THEIRS = "lookahead", "lookahead, large", "as published, large"
+
+
+def reproduce(lab: Lab) -> Findings:
+    """Everything of the paper that one device can show."""
+    lab.parts = 4
+    tasks, sampling = _tasks(lab), _sampling(lab)
+    settings, law, plot = _settings(lab)
+    return Findings(PAPER, lab.about(), [tasks, sampling, settings, law], [plot])
+
+
+def _tasks(lab: Lab) -> Table:
+    methods: dict[str, Method | str] = {
+        SIZED: SIZED,
+        OURS: large(lab),
+        THEIRS: published(5, wide(lab), wide(lab), prompt_pool=True),
+        "prompt-lookup": "prompt-lookup",
+    }
+    entries = [*lab.ours(methods), *lab.theirs()]
+    found = lab.measure("lookahead-tasks", entries, lab.tasks())
+    rows = []
+    for task in [*found.tasks, ""]:
+        paper = next((value for kind, value in ON_TASKS.items() if task in KINDS[kind]), None)
+        figures = [f"{number(found.steps(label, task))}, {number(found.speed(label, task), '×')}" for label in methods]
+        beside = number(found.figure("speed_to_transformers", SIZED, task), "×")
+        rows.append([task or "all", *figures, beside, number(paper, "×") if paper else ""])
+    best = {task: max(found.speed(label, task) or 0.0 for label in (SIZED, OURS)) for task in found.tasks}
+    gains = {kind: found.steps_on(OURS, kind) for kind in ("code", "math", "chat")}
+    claims = [
+        same_text(found),
+        everywhere("fewer steps than plain decoding on every task", {t: found.steps(OURS, t) for t in found.tasks}, 1),
+        everywhere("faster than plain decoding on every task, with the better of both sizes", best, 1.0),
+        falling("code gains more than chat, in tokens a step", {kind: gains[kind] for kind in ("code", "chat")}),
+        falling("and math more than chat", {kind: gains[kind] for kind in ("math", "chat")}),
+        falling("ours takes more tokens a step than the published", {n: found.steps(n) for n in (OURS, THEIRS)}),
+    ]
+    note = (
+        "In each cell: tokens a step, and the speed by the clock, plain decoding being 1. "
+        f"Large is (5, {wide(lab)}, {wide(lab)}); `lookahead` is sized for this device."
+    )
+    columns = ["task", *methods, f"{SIZED}: transformers' generate = 1", "speed in the paper, 7B"]
+    return Table("Speed by task (the paper's Figure 5)", columns, rows, claims, note)
+
+
+def _sampling(lab: Lab) -> Table:
+    tasks = lab.tasks("summary")
+    entries = [*lab.ours({SIZED: SIZED, OURS: large(lab)}), *lab.theirs()]
+    references = {(question.task, question.number): question.references for question in lab.questions}
+    rows, kept = [], []
+    tokens: dict[float, float | None] = {}
+    scores: list[float] = []  # of our texts to plain decoding's
+    for temperature, (speed, steps) in ON_SUMMARIES.items():
+        found = lab.measure(f"lookahead-sampling-{temperature:g}", entries, tasks, temperature=temperature)
+        kept.append(same_text(found))
+        texts = {label: _texts(lab, found, label) for label in found.labels}
+        for label in found.labels:
+            pairs = [(text, texts[PLAIN][place]) for place, text in texts[label].items()]
+            given = [
+                (text, references[task, prompt][turn])
+                for (task, prompt, turn), text in texts[label].items()
+                if turn < len(references[task, prompt])
+            ]
+            own, other = (mean([rouge(*pair) for pair in group]) for group in (pairs, given))
+            if label in found.lossless:
+                scores += own or ()
+            paper = [number(speed, "×"), number(steps)] if label == OURS else ["", ""]
+            figures = [number(found.speed(label), "×"), number(found.steps(label))]
+            rows.append([f"{temperature:g}", label, *figures, _three(own), _three(other), *paper])
+        tokens[temperature] = found.steps(OURS)
+    lowest = f"the lowest ROUGE to plain's text is {100 * min(scores):.1f}"
+    claims = [
+        Claim("ROUGE is unchanged, greedy and sampled", min(scores) == 1.0, lowest),
+        *(claim for claim in kept if not claim.holds),
+        falling("greedy takes more tokens a step than temperature 1", {"greedy": tokens[0.0], "sampled": tokens[1.0]}),
+        everywhere("sampled text still takes fewer steps", {"tokens a step": tokens[1.0]}, 1.0),
+    ]
+    columns = ["temperature", "method", "speed", "tokens a step", "ROUGE-1/2/L to plain's text", "to the references"]
+    note = (
+        f"Tasks: {', '.join(tasks)}. Large is (5, {wide(lab)}, {wide(lab)}). The paper's columns are CNN/DailyMail's. "
+        "transformers samples with noise of its own, so its text is another."
+    )
+    title = "Sampling (the paper's Table 2)"
+    return Table(title, [*columns, "speed, paper", "tokens a step, paper"], rows, claims, note)
+
+
+def _texts(lab: Lab, found: Found, label: str) -> dict[tuple[str, int, int], str]:
+    tokenizer = lab.decoder.tokenizer
+    return {
+        (run["task"], run["prompt"], run["turn"]): tokenizer.decode(run["token_ids"], skip_special_tokens=True)
+        for run in found.of(label)
+    }
+
+
+def _three(scores: Rouge | None) -> str:
+    return "–" if scores is None else " / ".join(f"{100 * score:.1f}" for score in scores)
+
+
+LOOKUP, ONE_COLUMN, ONE_GUESS, EVEN, POOLED = (
+    "prompt lookup",
+    "one column",
+    "one guess",
+    "as many of both",
+    "and the prompt as reference",
+)
+TABLE_3 = {  # speed and tokens a step in the paper, where these are (5, 1, 30), (5, 30, 1), (5, 15, 15)
+    LOOKUP: (1.44, 1.55),
+    ONE_COLUMN: (1.04, None),
+    ONE_GUESS: (1.61, None),
+    EVEN: (1.78, 1.96),
+    POOLED: (1.88, 2.05),
+}
+
+
+def _settings(lab: Lab) -> tuple[Table, Table, Plot]:
+    """Table 3, and the law of scaling on the same texts."""
+    width = wide(lab)
+    grid = [(n, b) for n, sizes in BATCHES.items() for b in sizes if not lab.cpu or 2 * b * (n - 1) <= MOST_ON_CPU]
+    law: dict[str, Method | str] = {f"({n}, {b}, {b})": published(n, b, b) for n, b in grid}
+    methods: dict[str, Method | str] = {
+        LOOKUP: PromptLookup(priced=False),
+        ONE_COLUMN: published(5, 1, 2 * width),
+        ONE_GUESS: published(5, 2 * width, 1),
+        EVEN: published(5, width, width),
+        POOLED: published(5, width, width, prompt_pool=True),
+    }
+    found = lab.measure("lookahead-settings", lab.ours({**methods, **law}), lab.tasks("chat"), each=2 * lab.scale.each)
+    rows = [
+        [
+            label,
+            _shape(methods[label]),
+            number(_rows(found, label), digits=0),
+            number(found.steps(label)),
+            number(found.speed(label), "×"),
+            number(tokens),
+            number(speed, "×"),
+        ]
+        for label, (speed, tokens) in TABLE_3.items()
+    ]
+    steps = {label: found.steps(label) for label in TABLE_3}
+    claims = [
+        same_text(found),
+        falling("window and guesses must both be wide", {n: steps[n] for n in (EVEN, ONE_GUESS, ONE_COLUMN)}),
+        falling("the prompt as reference helps", {n: steps[n] for n in (POOLED, EVEN)}),
+        falling("lookahead takes fewer steps than prompt lookup", {n: steps[n] for n in (POOLED, LOOKUP)}),
+    ]
+    columns = ["", "(N, W, G)", "rows a step", "tokens a step", "speed", "tokens a step, paper", "speed, paper"]
+    note = (
+        f"Lookahead as published. Tasks: {', '.join(found.tasks)}. The paper's are MT-Bench's, with (5, 1, 30), "
+        "(5, 30, 1) and (5, 15, 15)."
+    )
+    table = Table("Settings of N, W and G (the paper's Table 3)", columns, rows, claims, note)
+    points = [Point(n, b, _rows(found, f"({n}, {b}, {b})"), found.steps(f"({n}, {b}, {b})") or 1.0) for n, b in grid]
+    return table, *_law(points)
+
+
+def _rows(found: Found, label: str) -> float:
+    runs = found.of(label)
+    return float(sum(run["rows"] for run in runs) / sum(run["steps"] for run in runs))
+
+
+def _law(points: Sequence[Point]) -> tuple[Table, Plot]:
+    law = fit(points)
+    longest = max(point.ngram for point in points)
+    of_longest = [point for point in points if point.ngram == longest]
+    slope, explained = straight(of_longest)
+    rows = [
+        [str(p.ngram), str(p.batch), number(p.rows, digits=0), number(p.tokens), number(law.tokens(p.ngram, p.batch))]
+        for p in points
+    ]
+    tops = {f"N = {n}": max(p.tokens for p in points if p.ngram == n) for n in sorted({p.ngram for p in points})[::-1]}
+    claims = [
+        Claim(
+            f"tokens a step grow linearly with the logarithm of rows, N = {longest}",
+            slope > 0 and explained >= 0.9,
+            f"{slope:.2f} for each doubling, a line explains {explained:.0%}",
+        ),
+        Claim("Eq. 7 describes all settings", law.error <= 0.1, f"misses by {law.error:.3f} tokens a step"),
+        falling("longer n-grams reach further", tops),
+    ]
+    note = f"Eq. 5 and 7 fitted: α = {law.alpha:.3f}, f = {law.scarcity:.2f}; 0.425, 3.1 give the paper's (5, 15, 15)."
+    columns = ["N", "W = G", "rows a step", "tokens a step", "by Eq. 7"]
+    table = Table("The law of scaling (the paper's Figure 4)", columns, rows, claims, note)
+    lines = {}
+    for ngram in sorted({point.ngram for point in points}):
+        mine = [point for point in points if point.ngram == ngram]
+        lines[f"N = {ngram}, measured"] = [(point.rows, point.tokens) for point in mine]
+        lines[f"N = {ngram}, Eq. 7"] = [(point.rows, law.tokens(ngram, point.batch)) for point in mine]
+    return table, Plot("scaling", "rows a step", "tokens a step", lines, logarithmic=True)

@@ -1,0 +1,69 @@
+"""Lookahead's law of scaling: tokens a step by how much is guessed (arXiv 2402.02057, section 4).
+
+Of every `scarcity` steps (the paper's f) one finds guesses, each token of which is right with the chance `alpha`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+
+class Point(NamedTuple):
+    """A setting and what it came to."""
+
+    ngram: int  # N
+    batch: int  # W = G
+    rows: float  # a step
+    tokens: float  # a step: S
+
+
+class Fit(NamedTuple):
+    """Eq. 7 as it fits best."""
+
+    alpha: float
+    scarcity: float
+    error: float  # the root mean square of what it misses
+
+    def tokens(self, ngram: int, batch: int) -> float:
+        """Eq. 7: tokens a step."""
+        return 1 + (expected(self.alpha, ngram, batch) - 1) / self.scarcity
+
+
+def expected(alpha: float, ngram: int, batch: int) -> float:
+    """Eq. 5: tokens of a step with so many guesses, each of `ngram` - 1 tokens.
+
+    >>> expected(1.0, 5, 3), expected(0.0, 5, 3), expected(0.5, 2, 1)
+    (5.0, 1.0, 1.5)
+    """
+    return ngram - sum((1 - alpha**length) ** batch for length in range(1, ngram))
+
+
+def fit(points: Sequence[Point]) -> Fit:
+    """The best alpha by trying a thousand; for each, the best scarcity (1 or more) follows by least squares."""
+    best = Fit(0.0, 1.0, math.inf)
+    for alpha in (step / 1000 for step in range(1, 1000)):
+        gains = [expected(alpha, point.ngram, point.batch) - 1 for point in points]
+        share = sum(gain * (point.tokens - 1) for gain, point in zip(gains, points, strict=True))
+        share /= sum(gain * gain for gain in gains)
+        found = Fit(alpha, 1 / min(1.0, max(1e-6, share)), 0.0)
+        error = math.sqrt(fmean((found.tokens(point.ngram, point.batch) - point.tokens) ** 2 for point in points))
+        if error < best.error:
+            best = found._replace(error=error)
+    return best
+
+
+def straight(points: Sequence[Point]) -> tuple[float, float]:
+    """The slope of tokens a step by the logarithm (base 2) of rows, and which share of their variance a line explains.
+
+    >>> straight([Point(5, 1, 2, 1.0), Point(5, 2, 4, 1.5), Point(5, 4, 8, 2.0)])
+    (0.5, 1.0)
+    """
+    across, up = [math.log2(point.rows) for point in points], [point.tokens for point in points]
+    middle, level = fmean(across), fmean(up)
+    spread = sum((x - middle) ** 2 for x in across)
+    together = sum((x - middle) * (y - level) for x, y in zip(across, up, strict=True))
+    variance = sum((y - level) ** 2 for y in up)
+    return together / spread, together**2 / (spread * variance) if variance else 0.0
