@@ -124,7 +124,7 @@ def test_more_texts_and_rows_than_a_graph_takes(monkeypatch: pytest.MonkeyPatch)
     assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(st.data())
 def test_joins_and_cancellations_change_nobody_else(data: Any) -> None:
     """Texts join and are cancelled at random steps; whoever is written to the end has the text it has alone."""
@@ -257,7 +257,7 @@ def test_samples_of_a_prompt_share_its_slots() -> None:
     assert decoder.engine.pool.held == 0
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=2, max_size=5), st.integers(0, 9))
 def test_texts_that_begin_alike_share_and_stay_apart(pairs: list[tuple[int, int]], seed: int) -> None:
     beginning = prompt_of(seed, 40)

@@ -252,5 +252,5 @@ class Step:
     draft: Draft
     rows: tuple[int, ...]  # the accepted path in the draft
     finish: str | None  # why the text ends here: "stop", "length", or None
-    seconds: dict[str, float] = field(default_factory=dict)  # time by verb: draft, score, verify, learn
+    seconds: dict[str, float] = field(default_factory=dict)  # time by verb: draft, score (others' too), verify, learn
     text: str = ""  # the new text, where a Decoder made the step

@@ -60,14 +60,14 @@ class _Text:
         self.rows = len(input_ids)
         self.ids = input_ids[row : row + 1]
         self.tokens: list[int] = self.ids[0].tolist()
-        self.prompt = self.tokens
-        if attention_mask is not None:
-            self.prompt = self.ids[0][attention_mask[row].bool()].tolist()
+        there = torch.ones_like(self.ids[0]) if attention_mask is None else attention_mask[row]
+        self.prompt: list[int] = self.ids[0][there.bool()].tolist()
         if not self.prompt:
             raise InputError(f"row {row} of the batch is empty: its attention_mask is all zero.")
         self.criteria = criteria
 
     def stop(self, token: int) -> str | None:
+        """Told each new token; says whether transformers' criteria end the text with it."""
         self.tokens.append(token)
         if self.criteria is None:
             return None
