@@ -3,6 +3,7 @@
     python scripts/gpu_session.py shape                          a step of a Llama-3.1-8B shape, by rows and context
     python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
     python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
+    python scripts/gpu_session.py batch --model DIR --data FILE --tokens 64  tokens/s of batches of 1, 4, 16 and 64
     python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
     python scripts/gpu_session.py reproduce --model DIR --data FILE --out DIR --each 1  the papers' tables at 7B cost
     python scripts/gpu_session.py exits --model DIR --answers DIR --prompts FILE --out DIR  exits, mixed and by domain
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from measure import assemble, spec_bench
+from measure import assemble, spec_bench, written_together
 from outpace import (
     AdaDecode,
     Amphista,
@@ -55,6 +56,7 @@ from outpace.heads.storing import read_config
 from outpace.methods.headed import Ready
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
+from outpace.pool import Pool
 from outpace.reproduce import PAPERS, stem
 from outpace.reproduce.lab import Lab, Scale
 from outpace.runtime.choose import engine_for
@@ -67,6 +69,8 @@ from outpace.training.trainer import Plan, Trainer
 CONSOLE = Console(width=150)
 NEW_TOKENS = 128
 DEVICE, DTYPE = "cuda", torch.bfloat16
+BATCHES = (1, 4, 16, 64)
+LEAST, COMPARED = 8, 32  # of batch: prompts at least, and texts that are compared
 
 
 def llama_8b() -> Any:
@@ -542,6 +546,41 @@ def tasks_of(prompts: Path, decoder: Decoder) -> dict[tuple[int, ...], str]:
     return {tuple(decoder.encode(entry["prompt"])): entry["task"] for entry in entries}
 
 
+def batch(arguments: argparse.Namespace) -> None:
+    """Texts of one method, so many at the same time; texts join as others leave. Tokens/s are those of all texts."""
+    model, tokenizer = load_wide(arguments)
+    decoder = Decoder(model, tokenizer, method=Autoregressive())
+    if isinstance(decoder.engine, GraphEngine):  # room for all texts: a pool that grows has its graphs captured anew
+        decoder.engine.pool = Pool(decoder.model.device, capacity=arguments.slots)
+    small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    heads = with_heads(small, arguments.times)
+    chosen = {
+        "plain": Autoregressive(),
+        "prompt-lookup (8 rows)": PromptLookup(rows=8, priced=False),
+        "lookahead (4, 3, 4)": Lookahead(window=4, ngram=3, guesses=4),
+        "amphista with lookup (16 rows)": heads["amphista with lookup (16 rows)"],
+    }
+    ready = {name: decoder.prepare(method) for name, method in chosen.items()}
+    questions = spec_bench(arguments.data, 20)
+    mixed = [question for first in range(20) for question in questions[first::20]]  # the tasks in turn
+    prompts = [decoder.encode(question["text"]) for question in mixed]
+    prompts = [prompt for prompt in prompts if len(prompt) + arguments.tokens < FIRST_SPAN][: max(BATCHES)]
+    alone, _ = written_together(decoder, ready["plain"], prompts[:COMPARED], 1, arguments.tokens)
+    table = Table("method", "texts together", "tokens/s", "plain alone = 1", "same text as plain alone")
+    base = 0.0
+    for most in BATCHES:
+        for name, method in ready.items():
+            for _ in range(2):  # the first time graphs are captured, and it is not counted
+                written, seconds = written_together(
+                    decoder, method, prompts[: max(LEAST, most)], most, arguments.tokens
+                )
+            speed = sum(map(len, written)) / seconds
+            base = base or speed
+            same = [text == expected for text, expected in zip(written, alone, strict=False)]
+            table.add_row(name, str(most), f"{speed:.1f}", f"{speed / base:.2f}", f"{sum(same)} of {len(same)}")
+    CONSOLE.print(f"{len(prompts)} prompts, {arguments.tokens} new tokens", table)
+
+
 def first_layers(model: Any, count: int) -> Any:
     """A draft model: the target's own first layers, under its own head."""
     config = copy.deepcopy(model.config)
@@ -556,7 +595,7 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact", "ablation", "exits", "reproduce"])
+    parser.add_argument("what", choices=["shape", "wide", "exact", "batch", "ablation", "exits", "reproduce"])
     parser.add_argument("--model", help="the embedded model's folder")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
@@ -565,7 +604,8 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
     parser.add_argument("--only", nargs="+", help="for wide: plain and the methods that begin so, without transformers")
-    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact and reproduce")
+    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact, batch and reproduce")
+    parser.add_argument("--slots", type=int, default=65536, help="of the pool, for batch")
     parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation and exits")
     parser.add_argument("--prompts", type=Path, help="the prompts (.jsonl.gz) of these answers, for exits")
     parser.add_argument("--out", type=Path, help="a folder, for exits and reproduce")
@@ -583,7 +623,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here")
-    if arguments.what in ("wide", "exact", "reproduce") and not (
+    if arguments.what in ("wide", "exact", "batch", "reproduce") and not (
         arguments.model and arguments.data and arguments.data.is_file()
     ):
         parser.error(f"{arguments.what} needs --model and --data")
@@ -593,7 +633,7 @@ def main() -> None:
         parser.error(f"{arguments.what} needs --out")
     if arguments.what == "exits" and not arguments.prompts:
         parser.error("exits needs --prompts")
-    parts = (shape, wide, exact, ablation, exits, reproduce)
+    parts = (shape, wide, exact, batch, ablation, exits, reproduce)
     {part.__name__: part for part in parts}[arguments.what](arguments)
 
 

@@ -4,6 +4,7 @@
     python scripts/measure.py steps  --out out/steps.jsonl --data FILE     tokens a step by task (Spec-Bench's file)
     python scripts/measure.py replay --out out/replay.jsonl --data FILE    the same for heads, on plain decoding's texts
     python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
+    python scripts/measure.py batch  --out out/batch.jsonl                 tokens/s of batches, in one process
     python scripts/measure.py heads  --plot FILE                           held-out accuracies of the shipped heads
 
 A table is printed last. On a machine without a package registry, carry the embedded model's GGUF file there, in parts
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -105,6 +107,9 @@ CLOCK: dict[str, Method] = {
     "lookahead (2, 3, 2)": Lookahead(window=2, ngram=3, guesses=2),
     "lookahead (15, 5, 15)": Lookahead(),
 }
+
+BATCH: dict[str, Method] = {"plain": PLAIN, "prompt-lookup (8 rows)": PromptLookup(rows=8)}
+BATCHES = (1, 4, 8)
 
 SIZED = ("jacobi", "prompt-lookup", "lookahead")  # by a cost curve measured first
 
@@ -273,6 +278,49 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
     return {**unit, "seconds": seconds, "outside": outside}
 
 
+def batch_unit(unit: dict[str, Any]) -> dict[str, Any]:
+    """Some prompts by each method, so many at the same time: tokens, seconds, those of the processor, equal texts."""
+    texts = [_decoder.encode(prompt) for _, prompt in prompts()[: unit["prompt"]]]
+    found: dict[str, list[float]] = {}
+    alone: list[list[int]] = []
+    for most, (name, method) in itertools.product(BATCHES, BATCH.items()):
+        start = time.process_time()
+        written, seconds = written_together(_decoder, method, texts, most, unit["tokens"])
+        alone = alone or written
+        same = sum(text == expected for text, expected in zip(written, alone, strict=True))
+        found[f"{name}, {most}"] = [sum(map(len, written)), seconds, time.process_time() - start, same]
+    return {**unit, "found": found}
+
+
+def written_together(
+    decoder: Decoder, method: Method, texts: list[list[int]], most: int, tokens: int
+) -> tuple[list[list[int]], float]:
+    """What is written after each text, `most` of them at the same time, and the seconds that all took."""
+    start = time.perf_counter()
+    batch = decoder.batch(most)
+    for text in texts:
+        batch.add(text, method=method, max_new_tokens=tokens)
+    written: list[list[int]] = [[] for _ in texts]
+    for number, step in batch:
+        if isinstance(step, Exception):
+            raise step
+        written[number] += step.tokens
+    return written, time.perf_counter() - start
+
+
+def batch_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("method, texts together", "tokens/s", "plain alone = 1", "by processor time", "same text as alone")
+    for name in rows[0]["found"]:
+        found = [(row["found"][name], row["found"]["plain, 1"]) for row in rows]
+        speed = statistics.median(mine[0] / mine[1] for mine, _ in found)
+        ratios = [
+            statistics.median(mine[0] / mine[clock] * base[clock] / base[0] for mine, base in found) for clock in (1, 2)
+        ]
+        same = f"{sum(mine[3] for mine, _ in found)} of {sum(row['prompt'] for row in rows)}"
+        table.add_row(name, f"{speed:.1f}", *(f"{ratio:.2f}" for ratio in ratios), same)
+    return table
+
+
 def named(methods: dict[str, Method], only: str) -> list[str]:
     """The method of that name, or else those whose names begin so. `/` stands between several."""
     parts = only.split("/")
@@ -311,6 +359,7 @@ def key(unit: dict[str, Any]) -> str:
         "sized",
         "runtime",
         "temperature",
+        "tokens",
     )
     return json.dumps([unit.get(name) for name in names])
 
@@ -418,7 +467,7 @@ def assemble(parts: list[Path], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal", "steps", "replay", "clock", "heads"])
+    parser.add_argument("what", choices=["equal", "steps", "replay", "clock", "batch", "heads"])
     parser.add_argument("--out", help="JSON lines; finished work in it is not done again")
     parser.add_argument("--plot", type=Path, help="for heads: draw to this file (.png, .svg)")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
@@ -429,7 +478,8 @@ def main() -> None:
         help="for steps and clock a method, or the beginning of some methods' names; for equal: heads",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="for steps; each question is a seed")
-    parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock")
+    parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock and batch")
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each text, for batch")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
@@ -470,6 +520,12 @@ def main() -> None:
             [{**question, **more} for question in spec_bench(arguments.data, arguments.each)], replay_unit, arguments
         )
         table = steps_table([{**row, "method": name, "steps": row["steps"][name]} for name in chosen for row in found])
+    elif arguments.what == "batch":
+        units = [
+            {"prompt": 8, "repeat": repeat, "runtime": arguments.runtime, "tokens": arguments.tokens}
+            for repeat in range(arguments.repeats)
+        ]
+        table = batch_table(run(units, batch_unit, arguments))
     else:
         units = [
             {

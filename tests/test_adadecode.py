@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -30,7 +31,7 @@ from outpace.heads import TRAINABLE, ExitHeads, ExitSettings
 from outpace.heads.blocks import BlockShape
 from outpace.heads.exits import BINS, BORDERS, spread
 from outpace.heads.storing import Stored, fingerprint, load, save
-from outpace.methods.leaving import Calibrated, Costs, costs_of, predict
+from outpace.methods.leaving import Calibrated, Costs, choose, costs_of, predict
 from outpace.methods.staircase import Heights, Staircase
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
@@ -38,6 +39,7 @@ from outpace.models.whole import layer_sizes
 from outpace.picture import LAYER, climbs_of, staircase
 from outpace.runtime.costs import CostCurve
 from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.plain import alone
 
 from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, tiny, tiny_chain
 
@@ -266,8 +268,8 @@ def test_a_staircase_computes_what_a_whole_step_does() -> None:
         stairs = Staircase(engine, sequence, 5)
         for token, layer in zip([3, 1, 4, 1, 5], [3, 1, 2, 1, 2], strict=True):
             stairs.push(token)
-            stairs.climb(layer)
-        torch.testing.assert_close(stairs.finish().logits, whole, rtol=1e-4, atol=1e-4)
+            alone(stairs.climb(layer))
+        torch.testing.assert_close(alone(stairs.finish()).logits, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_without_verification_the_text_is_marked_lossy() -> None:
@@ -374,11 +376,21 @@ def test_costs_come_from_what_was_measured() -> None:
     segments = {"0-0": 1.5e-3, "1-1": 1.5e-3, "2-2": 1.5e-3, "3-3": 3.5e-3}
     engine.costs = CostCurve({}, (1, 16), (128,), ((6.5e-3, 6.5e-3),), segments)
     measured = costs_of(engine, (1, 3), 0)
-    assert measured.climbs == pytest.approx((1.5, 3.5))
+    assert measured.climbs == (1, 3)
     assert measured.whole == pytest.approx(6.5)
     assert measured.probe == pytest.approx(2 + 0.5 + 1 / 12)
     assert measured.prices[1] == pytest.approx(1)
-    assert costs_of(engine, (1, 3), VOCABULARY // 2).probe < 1.7
+    assert costs_of(engine, (1, 3), VOCABULARY // 2).probe == pytest.approx(1 + 0.5 + 1 / 12, abs=0.02)
+    engine.costs = replace(engine.costs, asking=4e-3)  # with all that happens between two climbs
+    assert costs_of(engine, (1, 3), 0).probe == pytest.approx(4 + 1 / 12)
+
+
+def test_exits_are_chosen_that_pay_together() -> None:
+    assert choose(counts((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)), COSTS)[0] == ()
+    exits, speed = choose(counts((0.6, 0.95), (0.6, 0.95), (0.6, 0.95)), COSTS)
+    assert exits == (0,)  # the later ones are sure of the same tokens
+    assert speed > 1.05
+    assert 2 in choose(counts((0.0, 0.0), (0.0, 0.0), (0.97, 0.99)), COSTS)[0]
 
 
 def test_where_exits_would_not_pay_the_text_is_written_plainly(kept: Path) -> None:

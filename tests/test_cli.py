@@ -138,6 +138,21 @@ class TestGenerate:
         stop = next(letter for letter in whole[3:] if letter not in whole[:3])
         assert generate(folder, "--max-new-tokens", 30, "--stop", stop).stdout == whole[: whole.index(stop)] + "\n"
 
+    def test_prompts_of_a_file(self, folder: Path, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello\n\ngood morning\nhello there\n")
+        options = ("--model", folder, "--device", "cpu", "--max-new-tokens", 8)
+        result = outpace("generate", "--prompts", file, *options)
+        assert result.exit_code == 0
+        lines = sorted(map(json.loads, result.stdout.splitlines()), key=lambda line: line["number"])
+        assert [line["prompt"] for line in lines] == ["hello", "good morning", "hello there"]
+        for line in lines:
+            alone = json.loads(outpace("generate", line["prompt"], *options, "--json").stdout)
+            assert (line["text"], line["token_ids"]) == (alone["text"], alone["token_ids"])
+        assert_refused(outpace("generate", "hello", "--prompts", file, *options), "PROMPT")
+        assert_refused(outpace("generate", *options), "there is no prompt")
+        assert_refused(outpace("generate", "--prompts", tmp_path / "none.txt", *options), "none.txt")
+
     def test_settings_are_read_by_type(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 

@@ -204,7 +204,7 @@ def test_memory_is_flat_over_a_long_text() -> None:
         ("", {"raw": True}, "prompt is empty"),
         ("  \n", {}, "prompt is empty"),
         (None, {}, "must be a text"),
-        (["abc"], {}, "must be a text"),
+        (["abc", 3], {}, "must be a text"),
         ([True], {}, "must be a text"),
         (b"abc", {}, "must be a text"),
         ([0, 7], {}, "token id 7"),

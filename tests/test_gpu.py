@@ -102,6 +102,32 @@ def test_every_method_writes_the_same_text(runtime: str, sampling: Sampling) -> 
     assert decoder.engine.pool.held == 0
 
 
+@pytest.mark.parametrize("runtime", ["plain", "graphs"])
+def test_each_text_of_a_batch_is_the_one_it_is_alone(runtime: str) -> None:
+    model = small_llama(torch.float32)
+    decoder = Decoder(model, runtime=runtime)
+    heads = [METHODS_BY_NAME[kind](heads=random_heads(kind, model), rows=24) for kind in ("medusa", "amphista")]
+    methods = [decoder.prepare(method) for method in (Autoregressive(), *METHODS, *heads, SelfSpeculative(length=3))]
+    rng = random.Random(1)
+    for count in (2, 7, 16, 40):
+        prompts = [rng.choices(range(2048), k=rng.choice([3, 40, 600])) for _ in range(count)]
+        chosen = [methods[place % len(methods)] for place in range(count)]
+        samplings = [rng.choice([Sampling(), Sampling(temperature=0.9, seed=place)]) for place in range(count)]
+        found = decoder.generate(prompts, method=chosen, sampling=samplings, max_new_tokens=24)
+        for result, prompt, sampling in zip(found, prompts, samplings, strict=True):
+            alone = decoder.generate(prompt, method=Autoregressive(), sampling=sampling, max_new_tokens=24)
+            assert result.token_ids == alone.token_ids, result.method
+    assert decoder.engine.pool.held == 0
+
+
+def test_batches_in_exact_mode() -> None:
+    decoder = Decoder(small_llama(torch.bfloat16), exact=True)
+    prompts = [[5, 9, 5, 9, 7] * 9, [3, 1, 4], [5, 9, 5, 9] * 30]
+    found = decoder.generate(prompts, method=[*METHODS[:3]], max_new_tokens=40)
+    alone = [decoder.generate(prompt, method=Autoregressive(), max_new_tokens=40) for prompt in prompts]
+    assert [result.token_ids for result in found] == [result.token_ids for result in alone]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=5)])
 def test_heads_draft_in_graphs(kind: str, sampling: Sampling) -> None:

@@ -67,8 +67,6 @@ def test_padding_is_left_out() -> None:
 
 
 def test_what_is_not_supported_says_so() -> None:
-    with pytest.raises(outpace.InputError, match="batch of 2"):
-        tiny("Qwen2").generate(IDS.repeat(2, 1), custom_generate=METHODS[0], max_new_tokens=3, do_sample=False)
     with pytest.raises(outpace.InputError, match="num_beams=2"):
         generate(custom_generate=METHODS[0], max_new_tokens=3, num_beams=2, do_sample=False)
     with pytest.raises(outpace.InputError, match="return_dict_in_generate"):
@@ -104,7 +102,55 @@ def test_processors_see_the_padding_as_in_transformers() -> None:
     assert torch.equal(model.generate(padded, custom_generate=METHODS[0], **options), expected)
 
 
-@pytest.mark.parametrize("options", [{"num_return_sequences": 2, "do_sample": True}])
-def test_several_answers_are_refused_by_their_name(options: dict[str, Any]) -> None:
-    with pytest.raises(outpace.InputError, match="num_return_sequences=2"):
-        generate(custom_generate=METHODS[0], max_new_tokens=3, **options)
+def padded_batch(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of these lengths, padded on the left."""
+    longest = max(lengths)
+    rows = [
+        [0] * (longest - length) + [*IDS[0].tolist() * 2][place : place + length]
+        for place, length in enumerate(lengths)
+    ]
+    masks = [[0] * (longest - length) + [1] * length for length in lengths]
+    return torch.tensor(rows), torch.tensor(masks)
+
+
+@pytest.mark.parametrize("method", [outpace.Autoregressive(), *METHODS])
+def test_batches_with_padding(method: outpace.Method) -> None:
+    model = tiny("Qwen2")
+    ids, mask = padded_batch([6, 10, 3])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, custom_generate=method, **options), plain)
+    options["eos_token_id"] = next(token for token in plain[2, 10:].tolist() if token not in plain[1, 10:])
+    theirs = model.generate(ids, **options)
+    assert (theirs[:, -1] == 0).any()  # some row ended early, and is filled up
+    assert torch.equal(model.generate(ids, custom_generate=method, **options), theirs)
+    options["repetition_penalty"] = 1.1
+    assert torch.equal(model.generate(ids, custom_generate=method, **options), model.generate(ids, **options))
+
+
+def test_processors_and_criteria_know_their_row() -> None:
+    model = tiny("Qwen2")
+    ids, mask = padded_batch([6, 10])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
+    options["prefix_allowed_tokens_fn"] = lambda row, _: [row + 20, row + 30]
+    found = model.generate(ids, custom_generate=METHODS[1], **options)
+    assert torch.equal(found, model.generate(ids, **options))
+
+
+def test_several_answers_to_a_prompt() -> None:
+    options = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3}
+    model = tiny("Qwen2")
+    found = []
+    for method in (outpace.Autoregressive(), METHODS[0]):
+        torch.manual_seed(3)
+        found.append(model.generate(IDS, attention_mask=torch.ones_like(IDS), custom_generate=method, **options))
+    assert found[0].shape == (3, 22)
+    assert len({tuple(row) for row in found[0].tolist()}) == 3
+    assert torch.equal(*found)
+
+
+def test_an_empty_row_is_named() -> None:
+    ids, mask = padded_batch([6, 10])
+    mask[0] = 0
+    with pytest.raises(outpace.InputError, match="row 0 of the batch is empty"):
+        tiny("Qwen2").generate(ids, attention_mask=mask, custom_generate=METHODS[0], max_new_tokens=3, do_sample=False)

@@ -15,7 +15,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 def test_python_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(2)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)

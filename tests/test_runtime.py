@@ -124,6 +124,10 @@ def test_layers_of_a_kind_share_one_compilation(monkeypatch: pytest.MonkeyPatch)
         for method in METHODS:
             assert decoder.generate(PROMPT, method=method, max_new_tokens=16).token_ids == expected
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        for count in (3, 5, 9):  # rows of several texts: one compilation more
+            found = decoder.generate([PROMPT] * count, method=[*METHODS, *METHODS, *METHODS][:count], max_new_tokens=16)
+            assert all(result.token_ids == expected for result in found)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
         assert not torch._dynamo.utils.counters["graph_break"]
     finally:
         adapted.unfuse()

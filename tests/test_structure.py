@@ -23,15 +23,17 @@ LEVELS = [
     ["heads"],
     ["methods"],
     ["loop"],
+    ["batch"],
     ["text"],
     ["hook", "decoder"],
-    ["trace"],
+    ["parallel", "trace"],
     ["receipt", "race", "training"],
     ["bench"],
     ["board"],
     ["chart", "picture"],
     ["reproduce"],
     ["serve", "cli"],
+    ["__main__"],
 ]
 # `Method.__call__` is the door that transformers' generate comes in by: it opens when called, not when imported.
 DOORS = {("methods", "hook")}

@@ -6,15 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .decoder import Decoder, Result, load
+    from .decoder import Batch, Decoder, Result, load
     from .draft import Draft, Scores, Step, Tree, Verdict
     from .errors import (
+        BatchError,
         FetchError,
         InputError,
         InvalidLogits,
         ModelError,
         OutpaceError,
         OutpaceWarning,
+        RankError,
         UnknownNameError,
         UnsupportedModel,
     )
@@ -39,15 +41,17 @@ __version__ = "0.1.0"
 
 # torch and transformers take seconds to import, so a name is fetched from its home when it is first used.
 _HOMES = {
-    "decoder": ("Decoder", "Result", "load"),
+    "decoder": ("Batch", "Decoder", "Result", "load"),
     "draft": ("Draft", "Scores", "Step", "Tree", "Verdict"),
     "errors": (
+        "BatchError",
         "FetchError",
         "InputError",
         "InvalidLogits",
         "ModelError",
         "OutpaceError",
         "OutpaceWarning",
+        "RankError",
         "UnknownNameError",
         "UnsupportedModel",
     ),
@@ -73,6 +77,8 @@ __all__ = [
     "AdaDecode",
     "Amphista",
     "Autoregressive",
+    "Batch",
+    "BatchError",
     "CostCurve",
     "Decoder",
     "Draft",
@@ -89,6 +95,7 @@ __all__ = [
     "OutpaceError",
     "OutpaceWarning",
     "PromptLookup",
+    "RankError",
     "Result",
     "Sampling",
     "Scores",

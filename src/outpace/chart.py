@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,6 +18,7 @@ from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
+Points: TypeAlias = "Sequence[tuple[float, float]]"
 # Grey for plain decoding, then Okabe and Ito's colours, as on the report's page.
 _PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#f0e442")
 
@@ -176,6 +177,18 @@ def save_speeds(results: Mapping[str, Any], path: Path) -> None:
             axes.bar(places, middle, width, yerr=(below, above), label=entry["label"], color=_PALETTE[number % 8])
         axes.set(ylabel="speed: plain decoding = 1")
         axes.set_xticks(range(len(tasks)), tasks)
+
+
+def save_windows(measured: Points, fitted: Points, name: str, path: Path) -> None:
+    """Tokens a step by window: what was measured as points, what was fitted to them as a line of that name."""
+    with _axes(path) as axes:
+        axes.plot(*zip(*measured, strict=True), "C0o", label="measured")
+        axes.plot(*zip(*fitted, strict=True), "C0--", label=name)
+        axes.set(
+            xscale="log", xlabel="window W = guesses G, all ranks together", ylabel="tokens a step", ylim=(1, None)
+        )
+        axes.set_xticks([width for width, _ in measured], [f"{width:g}" for width, _ in measured])
+        axes.minorticks_off()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
 import typer
@@ -92,13 +93,23 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
 Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
 Exact = Annotated[bool, typer.Option("--exact", help="CUDA: the same bits with every method, at some cost.")]
+Parallel = Annotated[
+    bool, typer.Option("--parallel", help="Deal drafts out to the ranks that torchrun started; the first one prints.")
+]
+Timeout = Annotated[float, typer.Option(help="With --parallel: a rank that is silent for so many seconds is an error.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Write answers to the prompts of this file (JSON lines, or .txt) together, as JSON lines."),
+    ] = None,
     model: Model = "smollm2-135m",
     method: Annotated[
         str | None, typer.Option(help="How to draft. Default: lookahead, on a CPU prompt-lookup.", show_default=False)
@@ -121,6 +132,8 @@ def generate(
     device: Device = None,
     runtime: Runtime = "auto",
     exact: Exact = False,
+    parallel: Parallel = False,
+    timeout: Timeout = 120.0,
     raw: Raw = False,
     picture: Annotated[
         Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
@@ -130,10 +143,11 @@ def generate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an answer to PROMPT."""
+    """Write an answer to PROMPT, or to each prompt of a file."""
     from .picking import Sampling
     from .picture import check_picture, save_staircase
     from .trace import record
+    from .training.data import read_prompts
 
     sampling = Sampling(
         temperature=temperature,
@@ -148,11 +162,30 @@ def generate(
     )
     name, given = _entry(method, dict(map(_split, settings)), device)
     check_picture(picture, name)
-    text = _read(prompt)
+    if prompts is not None and (prompt is not None or trace or picture or parallel):
+        raise InputError("--prompts has all prompts: PROMPT, --trace, --picture and --parallel do not go with it.")
+    if prompt is None and prompts is None:
+        raise InputError("there is no prompt. Give a PROMPT, or a file of prompts with --prompts.")
+    texts = read_prompts(prompts) if prompts is not None else [_read(prompt or "")]
+    silent = False
+    if parallel:
+        from .parallel import join, local_device
+
+        device = device or local_device()
     decoder = _load(model, dtype, device, runtime, exact)
+    if parallel:
+        joined = join(decoder, timeout)
+        decoder, silent = joined, joined.ranks.rank > 0
     decoder.method = decoder.prepare(name, **given)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
-    tokens = decoder.encode(text, raw)
+    if prompts is not None:
+        _write_together(decoder, texts, {**options, "raw": raw})
+        return
+    tokens = decoder.encode(texts[0], raw)
+    if silent:
+        for _ in decoder.stream(tokens, **options):
+            pass
+        return
     steps = _stream(decoder, tokens, options, as_json)
     if trace is not None:
         record(decoder, decoder.method, tokens, steps, model=model, **options).save(trace)
@@ -744,6 +777,33 @@ def _stream(decoder: Decoder, tokens: list[int], options: dict[str, Any], as_jso
         typer.echo()
         typer.echo(f"{result.method}: {numbers(result)}", err=True)
     return steps
+
+
+def _write_together(decoder: Decoder, prompts: list[str], options: dict[str, Any]) -> None:
+    """Write and print: a JSON object for each text, when it ends. Exit code 2 if one failed."""
+    from .chart import progress_bar
+
+    batch = decoder.stream(prompts, **options)
+    results = [decoder.begin(request.prompt) for request in batch.requests]
+    start = perf_counter()
+    done = failed = 0
+    with progress_bar("writing") as show:
+        for number, item in batch:
+            result = results[number]
+            result.seconds = perf_counter() - start
+            error = {}
+            if isinstance(item, Exception):
+                result.finish_reason, error = "error", {"error": str(item)}
+                failed += 1
+            else:
+                result.take(item)
+            if result.finish_reason is not None:
+                done += 1
+                typer.echo(json.dumps({"number": number, "prompt": prompts[number], **result.to_json(), **error}))
+                show(done / len(prompts))
+    if failed:
+        typer.echo(f"outpace: {failed} of {len(prompts)} texts failed; their lines have an error.", err=True)
+        raise typer.Exit(FAILED)
 
 
 def _check_page(path: Path | None) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from os import PathLike
 from time import perf_counter
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeVar, overload
 
+from .batch import MOST, Event, Request, Writing
 from .draft import Step
-from .errors import InputError, ModelError
+from .errors import BatchError, InputError, ModelError, OutpaceError
 from .loop import decode
 from .methods import Method, default_method, make
 from .models.adapter import Model
@@ -24,7 +25,9 @@ from .runtime.costs import load as load_costs
 from .text import Ending, TextStream
 
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
-"""A text, token ids, or a chat as a list of messages with `role` and `content`."""
+"""A text, token ids, or a chat as a list of messages with `role` and `content`. A list of prompts is a batch."""
+
+T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -40,8 +43,9 @@ class Result:
     token_ids: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # for each token, the guess that the target agreed with
     accepted_per_step: list[int] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # in a batch: until its end, the work for others included
     finish_reason: str | None = None
+    error: Exception | None = None  # what ended a text of a batch; its finish_reason is "error" then
 
     @property
     def new_tokens(self) -> int:
@@ -71,12 +75,16 @@ class Result:
             self.seconds += perf_counter() - start
             if step is None:
                 return
-            self.text += step.text
-            self.token_ids += step.tokens
-            self.sources += step.sources
-            self.accepted_per_step.append(len(step.tokens))
-            self.finish_reason = step.finish
+            self.take(step)
             yield step
+
+    def take(self, step: Step) -> None:
+        """Grow by a step."""
+        self.text += step.text
+        self.token_ids += step.tokens
+        self.sources += step.sources
+        self.accepted_per_step.append(len(step.tokens))
+        self.finish_reason = step.finish
 
     def to_json(self) -> dict[str, object]:
         """The result as plain values: what `outpace generate --json` prints."""
@@ -155,35 +163,93 @@ class Decoder:
             )
         return method.prepare(self.model)
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
-        """Write the whole answer. Takes the options of `stream`."""
-        tokens = self.encode(prompt, options.pop("raw", False))
+    @overload
+    def generate(self, prompt: Any, *, n: int, **options: Any) -> list[Result]: ...
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Any) -> Result: ...
+
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **options: Any) -> list[Result]: ...
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Result | list[Result]:
+        """Write the whole answer. Takes the options of `stream`.
+
+        A list of prompts is written as a batch, and gives a list of results. `n` texts of each prompt come one after
+        the other, the first with the sampling's seed, the next with the seed one higher, and so on. If texts fail, the
+        others are written, and then a BatchError has all results.
+        """
+        if "n" in options or is_batch(prompt):
+            return self._generate_batch(prompt, **options)
+        tokens = self.encode(prompt, options.pop("raw", False))  # type: ignore[arg-type]
         options["method"] = method = self.prepare(options.get("method") or self.method)
         result = self.begin(tokens, method)
         for _ in result.follow(self.stream(tokens, **options)):
             pass
         return result
 
+    def _generate_batch(self, prompt: Any, **options: Any) -> list[Result]:
+        with closing(self._batch_of(prompt, **options)) as batch:
+            results = [self.begin(request.prompt, request.method) for request in batch.requests]
+            start = perf_counter()
+            for number, item in batch:
+                result = results[number]
+                result.seconds = perf_counter() - start
+                if isinstance(item, Step):
+                    result.take(item)
+                else:
+                    result.error, result.finish_reason = item, "error"
+        failed = [number for number, result in enumerate(results) if result.error]
+        if failed:
+            first = results[failed[0]].error
+            more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            raise BatchError(f"text {failed[0]} of the batch failed{more}: {first}", results) from first
+        return results
+
     def begin(self, tokens: Sequence[int], method: Method | None = None) -> Result:
         """An empty result, to `follow` a stream with."""
         used = method or self.method
         return Result(used.name, used.lossless, len(tokens))
 
-    def stream(
+    @overload
+    def stream(self, prompt: Any, *, n: int, **options: Any) -> Batch: ...
+
+    @overload
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Step]: ...
+
+    @overload
+    def stream(self, prompt: Sequence[Prompt], **options: Any) -> Batch: ...
+
+    def stream(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Iterator[Step] | Batch:
+        """Write step by step: each Step has the new tokens, their sources and the new text.
+
+        Options: `max_new_tokens` (128); `sampling`, an outpace.Sampling; `stop`, strings that end the text and are not
+        part of it; `raw` to give a text to the model as it is, without the chat template; `method` to override the
+        decoder's own for this text. `prepare` one that has a model to load.
+
+        A list of prompts gives a Batch: iterate over it for (number of the prompt, Step). There `method`, `sampling`
+        and `max_new_tokens` may be lists too, with one for each prompt, and `n` asks for several texts of each.
+        """
+        if "n" in options or is_batch(prompt):
+            return self._batch_of(prompt, **options)
+        request, text = self.request(prompt, **options)
+        return self._stream(request, text)
+
+    def batch(self, most: int = MOST) -> Batch:
+        """A batch without texts: `add` some. At most so many are written at the same time, others wait."""
+        return Batch(self, most)
+
+    def request(
         self,
-        prompt: Prompt,
+        prompt: Any,
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         raw: bool = False,
         method: str | Method | None = None,
-    ) -> Iterator[Step]:
-        """Write step by step: each Step has the new tokens, their sources and the new text.
-
-        `stop` strings end the text and are not part of it. `raw` gives a text to the model as it is, without the
-        chat template. `method` overrides the decoder's own for this text; `prepare` one that has a model to load.
-        """
+    ) -> tuple[Request, TextStream | None]:
+        """What one prompt and its options ask for, and the stream that its text comes out of."""
         tokens = self.encode(prompt, raw)
         limit = self._limit(len(tokens), max_new_tokens)
         stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -193,19 +259,37 @@ class Decoder:
             raise InputError("stop strings need a tokenizer; this decoder has none.")
         if not isinstance(sampling, Sampling | None):
             raise InputError(f"sampling={sampling!r} must be an outpace.Sampling.")
-        return self._stream(tokens, limit, sampling or Sampling(), stop, self.prepare(method or self.method))
-
-    def _stream(
-        self, tokens: list[int], limit: int, sampling: Sampling, stop: Sequence[str], method: Method
-    ) -> Iterator[Step]:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
-        with closing(decode(self.engine, method, tokens, sampling, Ending(limit, self.ends, text))) as steps:
+        used = self.prepare(method or self.method)
+        return Request(self.engine, used, tokens, sampling or Sampling(), Ending(limit, self.ends, text)), text
+
+    def _stream(self, request: Request, text: TextStream | None) -> Iterator[Step]:
+        with closing(decode(*request)) as steps:
             for step in steps:
-                if text is not None:
-                    if step.finish is not None:
-                        text.finish()
-                    step = replace(step, text=text.take())
-                yield step
+                yield _with_text(step, text)
+
+    def _batch_of(self, prompts: Any, n: int = 1, **options: Any) -> Batch:
+        prompts = prompts if is_batch(prompts) else [prompts]
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise InputError(f"n={n!r} must be 1 or more, a whole number.")
+        given = {name: _for_each(name, options.pop(name, None), len(prompts)) for name in _EACH}
+        ready = {name: self.prepare(name) for name in {item for item in given["method"] if isinstance(item, str)}}
+        given["method"] = [ready[item] if isinstance(item, str) else item for item in given["method"]]
+        batch = self.batch()
+        for number, prompt in enumerate(prompts):
+            own = {name: values[number] for name, values in given.items() if values[number] is not None}
+            sampling = own.get("sampling")
+            if n > 1 and not (isinstance(sampling, Sampling) and sampling.temperature):
+                raise InputError(f"n={n}: without sampling all texts are the same. Give a Sampling with a temperature.")
+            for sample in range(n):
+                if sample and isinstance(sampling, Sampling):
+                    own["sampling"] = replace(sampling, seed=sampling.seed + sample)
+                try:
+                    batch.add(prompt, **own, **options)
+                except OutpaceError as error:
+                    error.args = (f"prompt {number}: {error}",)
+                    raise
+        return batch
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The prompt's token ids, through the chat template unless `raw`."""
@@ -227,7 +311,8 @@ class Decoder:
                 return ids
             if not all(isinstance(item, Mapping) for item in items):
                 raise InputError(
-                    f"the prompt is {prompt!r:.60}: it must be a text, a list of token ids, or a list of chat messages."
+                    f"the prompt is {prompt!r:.60}: it must be a text, a list of token ids, a list of chat messages, "
+                    "or a list of such prompts."
                 )
         if self.tokenizer is None:
             raise InputError("a text prompt needs a tokenizer; this decoder has none. Give token ids.")
@@ -253,6 +338,93 @@ class Decoder:
                 "Shorten the prompt."
             )
         return min(max_new_tokens, left)
+
+
+class Batch:
+    """Texts that are written together, by numbers from 0: iterate over it for (number, Step).
+
+    What comes in the place of a Step is the error that has ended this text; the others go on. `add` and `cancel` work
+    at any time, also between two steps. Leaving the loop ends all texts.
+    """
+
+    def __init__(self, decoder: Decoder, most: int = MOST) -> None:
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise InputError(f"most={most!r} must be 1 or more, a whole number.")
+        self.requests: list[Request] = []
+        self._decoder = decoder
+        self._texts: list[TextStream | None] = []
+        self._writing = Writing(most)
+        self._cancelled: set[int] = set()
+
+    def add(self, prompt: Prompt, **options: Any) -> int:
+        """Have one more text written, with the options that `Decoder.stream` has for one prompt; its number."""
+        request, text = self._decoder.request(prompt, **options)
+        self.requests.append(request)
+        self._texts.append(text)
+        return self._writing.add(request)
+
+    def cancel(self, number: int) -> None:
+        """End a text now. Nothing happens to one that has ended."""
+        if not 0 <= number < len(self.requests):
+            raise InputError(f"there is no text {number} to cancel; this batch has {len(self.requests)}.")
+        self._cancelled.add(number)
+        self._writing.cancel(number)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Until nothing is left to write."""
+        with closing(self):
+            while self._writing:
+                for number, item in self._writing.step():
+                    if number not in self._cancelled:
+                        yield number, _with_text(item, self._texts[number]) if isinstance(item, Step) else item
+
+    def close(self) -> None:
+        """End all texts."""
+        self._writing.close()
+
+
+def is_batch(prompt: Any) -> bool:
+    """Whether this is a list of prompts: of texts, of lists of token ids, of chats.
+
+    >>> is_batch("a"), is_batch([1, 2]), is_batch([{"role": "user", "content": "a"}])
+    (False, False, False)
+    >>> is_batch(["a", "b"]), is_batch([[1, 2], "b"]), is_batch([[{"role": "user", "content": "a"}]])
+    (True, True, True)
+    """
+    if hasattr(prompt, "tolist"):
+        if getattr(prompt, "ndim", 1) > 1:
+            raise InputError(
+                f"the prompt is an array of {prompt.ndim} dimensions, which may have padding. Give a list of prompts "
+                "without padding."
+            )
+        return False
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
+        return False
+    return len(prompt) > 0 and all(
+        (isinstance(item, str | Sequence) and not isinstance(item, bytes)) or getattr(item, "ndim", 0) == 1
+        for item in prompt
+    )
+
+
+_EACH = ("method", "sampling", "max_new_tokens")  # options that may differ from prompt to prompt
+
+
+def _for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
+    """The values of an option for each prompt, from one for all or a list."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise InputError(f"{name} has {len(given)} values for {count} prompts. Give one for all, or one for each.")
+    return given
+
+
+def _with_text(step: Step, text: TextStream | None) -> Step:
+    """The step with its new text."""
+    if text is None:
+        return step
+    if step.finish is not None:
+        text.finish()
+    return replace(step, text=text.take())
 
 
 def load(

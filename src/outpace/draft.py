@@ -7,7 +7,7 @@ Everything here is pure: no model, no device, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TypeAlias
@@ -19,6 +19,9 @@ Mask: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.bool_]]"
 
 MODEL = "model"
 """The source of a token that the target model picked with no draft to agree with."""
+
+NOTHING = -1
+"""In place of a token: there was none to choose."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,7 @@ class Scores:
     logits: torch.Tensor  # [rows, vocabulary]
     hidden: torch.Tensor  # [rows, width] after the last layer, before the final norm
     found: torch.Tensor | None = None  # [2, rows] what `find_best` says, where the runtime has asked already
+    chosen: Mapping[int, int] | None = None  # row -> token, where the target's choices are made already
 
     @cached_property
     def _highest(self) -> tuple[list[int], list[float]]:

@@ -6,7 +6,9 @@ OutpaceError
 ├── ModelError            the model, its files or its tokenizer cannot be used
 │   └── UnsupportedModel  the architecture cannot do what a method needs
 ├── FetchError            the embedded model could not be fetched or is broken on disk
-└── InvalidLogits         the model returned NaN, or a processor left no token to choose
+├── InvalidLogits         the model returned NaN, or a processor left no token to choose
+├── RankError             another process of a run on several devices is gone, too slow, or does something else
+└── BatchError            some texts of a batch failed; it has the results of all
 
 OutpaceWarning is the one warning: what was asked for works, but not as fast as it could.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class OutpaceError(Exception):
@@ -53,3 +56,15 @@ class OutpaceWarning(UserWarning):
 
 class InvalidLogits(OutpaceError):
     """The model's logits leave no token to choose."""
+
+
+class RankError(OutpaceError):
+    """Another rank is missing or differs. The message names it."""
+
+
+class BatchError(OutpaceError):
+    """Some texts of a batch failed. `results` has what was written of each; one that failed has its `error`."""
+
+    def __init__(self, message: str, results: list[Any]) -> None:
+        super().__init__(f"{message} This error's `results` has all {len(results)} texts.")
+        self.results = results

@@ -8,8 +8,8 @@ from weakref import WeakSet
 
 import torch
 
+from .batch import Request, Writing
 from .errors import InputError
-from .loop import decode
 from .methods.base import Method
 from .models.hf import HFModel
 from .picking import Processor, Sampling
@@ -28,48 +28,70 @@ def generate(
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Decode with `method` under the conditions that transformers has prepared; returns prompt and answer."""
+    """Decode with `method` under the conditions that transformers has prepared; returns prompts and answers.
+
+    As with transformers' own, a text that ends before the others is filled up with the padding token.
+    """
     _refuse_what_is_not_supported(input_ids, generation_config)
     # Mirrored for each call, because the user may change the model between two.
     engine = Engine(HFModel(model, check=model not in _checked))
     _checked.add(model)
-    text: list[int] = input_ids[0].tolist()
-    prompt = text
-    processors: Sequence[Processor] = tuple(logits_processor or ())
-    if attention_mask is not None and not attention_mask.all():
-        prompt = input_ids[0][attention_mask[0].bool()].tolist()
-        processors = [_with_padding(processor, input_ids, len(prompt)) for processor in processors]
+    prepared = method.prepare(engine.model)
+    texts = [_Text(row, input_ids, attention_mask, stopping_criteria) for row in range(len(input_ids))]
+    with Writing() as writing:
+        for text in texts:
+            processors = [text.wrapped(processor) for processor in logits_processor or ()]
+            writing.add(Request(engine, prepared, text.prompt, _sampling(generation_config, processors), text.stop))
+        while writing:
+            for _number, item in writing.step():
+                if isinstance(item, Exception):
+                    raise item
+    longest = max(len(text.tokens) for text in texts)
+    padding = getattr(generation_config, "_pad_token_tensor", None)
+    filled = [text.tokens + [int(padding or 0)] * (longest - len(text.tokens)) for text in texts]
+    return torch.tensor(filled, device=input_ids.device)
 
-    def stop(token: int) -> str | None:
-        text.append(token)
-        ids = torch.tensor([text], device=input_ids.device)
-        return "stop" if stopping_criteria is not None and bool(stopping_criteria(ids, None).all()) else None
 
-    for _step in decode(engine, method.prepare(engine.model), prompt, _sampling(generation_config, processors), stop):
-        pass
-    return torch.tensor([text], device=input_ids.device)
+class _Text:
+    """One text of the batch, as transformers' processors and criteria see it: padded, and in its own row."""
+
+    def __init__(self, row: int, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, criteria: Any) -> None:
+        self.row = row
+        self.rows = len(input_ids)
+        self.ids = input_ids[row : row + 1]
+        self.tokens: list[int] = self.ids[0].tolist()
+        self.prompt = self.tokens
+        if attention_mask is not None:
+            self.prompt = self.ids[0][attention_mask[row].bool()].tolist()
+        if not self.prompt:
+            raise InputError(f"row {row} of the batch is empty: its attention_mask is all zero.")
+        self.criteria = criteria
+
+    def stop(self, token: int) -> str | None:
+        self.tokens.append(token)
+        if self.criteria is None:
+            return None
+        ids = torch.tensor([self.tokens], device=self.ids.device)
+        return "stop" if bool(self.criteria(ids.expand(self.rows, -1), None).expand(self.rows)[self.row]) else None
+
+    def wrapped(self, processor: Processor) -> Processor:
+        """The processor as transformers would call it. Some want to know in which row a text is."""
+
+        def padded(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            ids = torch.cat([self.ids, ids[:, len(self.prompt) :]], 1)
+            found = processor(ids.expand(self.rows, -1), scores.repeat(self.rows, 1))
+            return found[self.row : self.row + 1]
+
+        return padded
 
 
 def _refuse_what_is_not_supported(input_ids: torch.Tensor, generation_config: Any) -> None:
     if (beams := getattr(generation_config, "num_beams", 1) or 1) > 1:
         raise InputError(f"num_beams={beams}: beam search is not supported; use num_beams=1.")
-    if (copies := getattr(generation_config, "num_return_sequences", 1) or 1) > 1:
-        raise InputError(f"num_return_sequences={copies} is not supported; call generate {copies} times.")
-    if len(input_ids) != 1:
-        raise InputError(f"a batch of {len(input_ids)} was given; Outpace takes one sequence at a time.")
     if input_ids.shape[1] == 0:
         raise InputError("there are no input_ids: Outpace needs the prompt's token ids, not inputs_embeds.")
     if getattr(generation_config, "return_dict_in_generate", False):
         raise InputError("return_dict_in_generate=True is not supported with Outpace: it returns the token ids.")
-
-
-def _with_padding(processor: Processor, input_ids: torch.Tensor, prompt_length: int) -> Processor:
-    """The processor as transformers would call it: with the prompt's padding still there."""
-
-    def padded(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return processor(torch.cat([input_ids, ids[:, prompt_length:]], 1), scores)
-
-    return padded
 
 
 def _sampling(generation_config: Any, processors: Sequence[Processor]) -> Sampling:

@@ -1,26 +1,53 @@
-"""The loop. Every method, rule and kind of output goes through `decode`, and only through it."""
+"""The loop. Every method, rule and kind of output goes through `write`, and only through it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from time import perf_counter
 from typing import TypeAlias
 
 from .draft import MODEL, Draft, Step, Verdict
 from .errors import InvalidLogits
 from .methods.base import Method
+from .models.adapter import Output
 from .picking import Picker, Sampling
-from .runtime.plain import Engine
+from .runtime.plain import Engine, Work
 from .verifying import verify
 
 Stop: TypeAlias = "Callable[[int], str | None]"
 """Told every new token once and in order; says why the text ends with it, or None."""
 
 
+Text: TypeAlias = "Generator[Work | Step, Output | None, None]"
+"""A text as it is written: it asks for work and is sent the output, or gives a step and is sent None."""
+
+
 def decode(
     engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop
 ) -> Generator[Step, None, None]:
     """Write on from `prompt` until `stop` says so, step by step."""
+    with closing(write(engine, method, prompt, sampling, stop)) as text:
+        reply: Output | None = None
+        while True:
+            try:
+                item = text.send(reply)
+            except StopIteration:
+                return
+            if isinstance(item, Step):
+                reply = None
+                yield item
+            else:
+                reply = item.do()
+
+
+def write(
+    engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop, share: bool = False
+) -> Text:
+    """The loop for one text. Its work may be done alone, or together with other texts'.
+
+    With `share` it may begin with slots of a text that begins alike.
+    """
     picker = Picker(sampling, len(prompt))
     finish: str | None = None
     written = 0
@@ -31,16 +58,17 @@ def decode(
         finish = stop(token)
         return finish is not None
 
-    engine = engine.for_one_text()
+    engine = engine.for_one_text(picker)
+    share = share and engine.most_texts > 1 and method.shares
 
-    with engine.pool.sequence(prompt) as sequence, method.start(engine, sequence, picker) as drafter:
+    with engine.pool.sequence(prompt, share) as sequence, method.start(engine, sequence, picker) as drafter:
         while finish is None:
             clock = _Clock()
-            draft = drafter.draft(engine.model.room(sequence.position))
-            clock.lap("draft")
-            scores = drafter.score(draft)
-            clock.lap("score")
             try:
+                draft = yield from drafter.drafting(engine.model.room(sequence.position))
+                clock.lap("draft")
+                scores = yield from drafter.score(draft)
+                clock.lap("score")
                 verdict = verify(draft, scores, picker, sequence.tokens, finished)
             except InvalidLogits as error:
                 raise InvalidLogits(f"at new token {written + 1}: {error}.") from error

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from .draft import Scores, best_tokens
+from .draft import NOTHING, Scores, best_tokens
 from .errors import InputError, InvalidLogits
 
 Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -104,6 +104,10 @@ class Picker:
 
     def choose_after(self, row: int, scores: Scores, prefix: Sequence[int], proposals: Sequence[Proposal] = ()) -> int:
         """The target's token after `row` of a draft. `prefix` is the text up to there, the row's token last."""
+        if scores.chosen is not None:
+            if scores.chosen[row] == NOTHING:
+                raise InvalidLogits("the model's logits contain NaN, or every token is ruled out, on one of the ranks")
+            return scores.chosen[row]
         if self.greedy and not self._processes:
             if not scores.best_logits[row] > -math.inf:
                 self._checked(scores.logits[row])

@@ -2,6 +2,7 @@
 
 A slot holds one token's keys and values in every layer. A sequence owns slots in the order of its text;
 accepting rows keeps their slots, rejecting rows frees them, and nothing is ever copied but when the pool grows.
+Texts that begin alike may have the slots of their beginning in common: a slot is free when its last owner is gone.
 """
 
 from __future__ import annotations
@@ -18,28 +19,25 @@ import numpy as np
 import torch
 
 from .draft import Draft, Mask, Verdict
+from .errors import InvalidLogits
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 FIRST_CAPACITY = 512
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows ready to be computed: the token, its position, the slot it writes and the slots it may see."""
+class Placed:
+    """Rows in their slots, ready to be computed: of one text, or of several."""
 
     numbers: Numbers  # [3, rows] tokens, positions, slots
-    text: list[int]  # the slots of the text before, in its order: every row sees them
-    among: Mask  # [rows, rows] which of these rows a row sees, itself included
-    held: Numbers  # [used slots] the position that each slot of the pool holds
-    device: torch.device
+    pool: Pool
 
     def __len__(self) -> int:
         return len(self.numbers[0])
 
     @cached_property
     def _on_device(self) -> torch.Tensor:
-        return torch.from_numpy(self.numbers).to(self.device)
+        return torch.from_numpy(self.numbers).to(self.pool.device)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -59,16 +57,32 @@ class Rows:
     @cached_property
     def sees(self) -> torch.Tensor:
         """[rows, used slots] whether the row may see the slot: for attention with a dense mask."""
-        text = np.zeros(len(self.held), dtype=np.bool_)
-        text[self.text] = True
-        sees = np.tile(text, (len(self), 1))
-        sees[:, self.numbers[2]] = self.among
-        return torch.from_numpy(sees).to(self.device)
+        sees = np.zeros((len(self), self.pool.used), dtype=np.bool_)
+        self.show(sees)
+        return torch.from_numpy(sees).to(self.pool.device)
 
     @cached_property
     def slot_positions(self) -> torch.Tensor:
         """[used slots] the position that each slot holds."""
-        return torch.from_numpy(self.held).to(self.device)
+        return torch.from_numpy(self.pool.positions()).to(self.pool.device)
+
+    def show(self, sees: Mask) -> None:
+        """Set in `sees`, which is all False, what the rows see."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Rows(Placed):
+    """Rows of one text: the token, its position, the slot it writes and the slots it may see."""
+
+    numbers: Numbers  # [3, rows] tokens, positions, slots
+    text: list[int]  # the slots of the text before, in its order: every row sees them
+    among: Mask  # [rows, rows] which of these rows a row sees, itself included
+    pool: Pool
+
+    def show(self, sees: Mask) -> None:
+        sees[:, self.text] = True
+        sees[:, self.numbers[2]] = self.among
 
     def bits(self) -> Numbers:
         """[rows, rows / 64] `among` as bits: bit k of word w says whether the row sees row 64 w + k."""
@@ -90,6 +104,21 @@ class Rows:
         return tails
 
 
+class Packed(Placed):
+    """Rows of several texts, one after the other: each sees its own text alone."""
+
+    def __init__(self, parts: Items[Rows]) -> None:
+        self.parts = parts
+        self.pool = parts[0].pool
+        self.numbers = np.concatenate([part.numbers for part in parts], 1)
+
+    def show(self, sees: Mask) -> None:
+        first = 0
+        for part in self.parts:
+            part.show(sees[first : first + len(part)])
+            first += len(part)
+
+
 @dataclass
 class Sequence:
     """One text: its tokens, and the slots of those that are computed. The last tokens may not be, yet."""
@@ -97,7 +126,9 @@ class Sequence:
     tokens: list[int]
     slots: list[int] = field(default_factory=list)  # slots[i] holds tokens[i]
     drafted: list[int] = field(default_factory=list)  # slots of rows that await the verdict
+    share: tuple[int, ...] | None = None  # the rows of the draft that are among them, if not all
     stable: int = 0  # so many first slots have not changed since a runtime set this
+    asked: int = 0  # so many last slots wait to be computed
 
     @property
     def position(self) -> int:
@@ -116,8 +147,9 @@ class Pool:
         self.capacity = capacity
         self.held = 0  # how many slots are taken
         self.used = 0  # no slot from here on is taken, so no row need look there
-        self._taken = bytearray(capacity)  # 1 where a slot is taken
+        self._owners = [0] * capacity  # how many sequences have each slot
         self._free: list[int] = []  # a heap: the lowest go first, so the pool stays dense; may hold taken ones
+        self._living: list[Sequence] = []
         self._positions = np.zeros(capacity, dtype=np.int64)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [1, heads, capacity + 1, head size]
 
@@ -127,12 +159,25 @@ class Pool:
         return sum(part.nbytes for layer in self._layers.values() for part in layer)
 
     @contextmanager
-    def sequence(self, tokens: Items[int]) -> Iterator[Sequence]:
-        """A sequence whose slots come back however the block ends."""
+    def sequence(self, tokens: Items[int], share: bool = False) -> Iterator[Sequence]:
+        """A sequence whose slots come back however the block ends.
+
+        With `share` it begins with the slots of a living sequence that begins alike, as far as they are computed.
+        """
         sequence = Sequence(list(tokens))
+        if share:
+            beginnings = [other.slots[: common(tokens[:-1], _computed(other))] for other in self._living]
+            sequence.slots = max(beginnings, key=len, default=[])
+            for slot in sequence.slots:
+                self._owners[slot] += 1
+        self._living.append(sequence)
         try:
             yield sequence
+        except InvalidLogits:
+            self.wipe([slot for slot in sequence.slots + sequence.drafted if self._owners[slot] == 1])
+            raise
         finally:
+            self._living = [other for other in self._living if other is not sequence]
             self.free(sequence.slots + sequence.drafted)
             sequence.slots, sequence.drafted = [], []
 
@@ -143,23 +188,35 @@ class Pool:
         slots: list[int] = []
         while self._free and len(slots) < count:
             slot = heapq.heappop(self._free)
-            if slot < self.used and not self._taken[slot]:
-                self._taken[slot] = 1
+            if slot < self.used and not self._owners[slot]:
+                self._owners[slot] = 1
                 slots.append(slot)
         fresh = range(self.used, self.used + count - len(slots))
-        self._taken[fresh.start : fresh.stop] = b"\1" * len(fresh)
+        self._owners[fresh.start : fresh.stop] = [1] * len(fresh)
         self.used += len(fresh)
         self.held += count
         return [*slots, *fresh]
 
     def free(self, slots: Items[int]) -> None:
-        """Give slots back."""
+        """Give slots back. Those that another sequence has too stay taken."""
         for slot in slots:
-            heapq.heappush(self._free, slot)
-            self._taken[slot] = 0
-        self.held -= len(slots)
-        while self.used and not self._taken[self.used - 1]:
+            self._owners[slot] -= 1
+            if not self._owners[slot]:
+                heapq.heappush(self._free, slot)
+                self.held -= 1
+        while self.used and not self._owners[self.used - 1]:
             self.used -= 1
+
+    @torch.inference_mode()
+    def wipe(self, slots: Items[int], start: int = 0) -> None:
+        """Make the keys and values of slots zero, in the layers from `start` on."""
+        for layer, stored in self._layers.items():
+            for part in stored if layer >= start else ():
+                part[:, :, list(slots)] = 0
+
+    def positions(self) -> Numbers:
+        """[used slots] the position that each slot holds."""
+        return self._positions[: self.used].copy()
 
     def place(self, sequence: Sequence, draft: Draft) -> Rows:
         """Give slots to the sequence's tokens that are not computed yet, then to the draft's guesses.
@@ -201,27 +258,27 @@ class Pool:
         return self._rows(text, tokens[first:], positions, sequence.drafted[first:], among)
 
     def keep(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        """Make the accepted path part of the sequence, and free the other rows' slots."""
-        behind = len(sequence.drafted) - len(draft)
-        kept = [*range(behind), *(behind + row for row in verdict.rows)]
-        accepted = [sequence.drafted[row] for row in kept]
+        """Make the accepted path part of the sequence, and free the other rows' slots.
+
+        Accepted rows that were not computed here become text that is not computed yet.
+        """
+        rows = range(len(draft)) if sequence.share is None else sequence.share
+        behind = len(sequence.drafted) - len(rows)
+        slots = dict(zip(rows, sequence.drafted[behind:], strict=True))
+        accepted = [*sequence.drafted[:behind], *(slots[row] for row in verdict.rows if row in slots)]
         rejected = set(sequence.drafted).difference(accepted)
         sequence.slots.extend(accepted)
-        sequence.drafted = []
+        sequence.drafted, sequence.share = [], None
         sequence.stable = min(sequence.stable, len(sequence.slots))  # a runtime may have seen the chain as text
         sequence.tokens.extend(verdict.tokens)
         self.free(sorted(rejected))
 
     def rewrite(self, sequence: Sequence, text: Items[int]) -> None:
         """Make `text` the sequence's text. What it has in common with the old one stays computed."""
-        common = 0
-        for old, new in zip(sequence.tokens, text[:-1], strict=False):  # the last token is a draft's row 0 again
-            if old != new:
-                break
-            common += 1
-        self.free(sequence.slots[common:])
-        del sequence.slots[common:]
-        sequence.stable = min(sequence.stable, common)
+        kept = min(common(sequence.tokens, text[:-1]), len(sequence.slots))  # the last token is a draft's row 0 again
+        self.free(sequence.slots[kept:])
+        del sequence.slots[kept:]
+        sequence.stable = min(sequence.stable, kept)
         sequence.tokens[:] = text
 
     @property
@@ -251,14 +308,29 @@ class Pool:
         # Only now that nothing can fail: a pool that ran out of memory is as good as before.
         self._layers = larger
         self._positions = np.pad(self._positions, (0, capacity - self.capacity))
-        self._taken.extend(bytes(capacity - self.capacity))
+        self._owners += [0] * (capacity - self.capacity)
         self.capacity = capacity
 
     def _rows(self, text: list[int], tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask) -> Rows:
         """Rows that see all slots of `text`, and `among` themselves what it says."""
         numbers = np.array([tokens, positions, slots])
         self._positions[numbers[2]] = numbers[1]
-        return Rows(numbers, list(text), among, self._positions[: self.used].copy(), self.device)
+        return Rows(numbers, list(text), among, self)
+
+
+def common(one: Items[int], other: Items[int]) -> int:
+    """How many tokens two texts have in common at their beginning.
+
+    >>> common([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
+def _computed(sequence: Sequence) -> list[int]:
+    """The tokens of the sequence whose slots are computed."""
+    return sequence.tokens[: len(sequence.slots) - sequence.asked]
 
 
 def _storage(like: torch.Tensor, capacity: int) -> torch.Tensor:

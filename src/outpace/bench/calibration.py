@@ -31,8 +31,22 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
             steps = islice(decoder.stream(prompt, method=method, max_new_tokens=8 * STEPS), STEPS)
             drafting[name] = median(step.seconds["draft"] + step.seconds["learn"] for step in steps)
         done(0.8 + 0.2 * (index + 1) / len(METHODS))
-    engine.costs = replace(curve, drafting=drafting)
+    engine.costs = replace(curve, drafting=drafting, asking=_asking(decoder, prompt, curve))
     return engine.costs
+
+
+def _asking(decoder: Decoder, prompt: list[int], curve: CostCurve) -> float:
+    """Seconds that a guess of the model's own first layers takes, beyond those layers. 0: it has no such guesses."""
+    try:
+        method = decoder.prepare(SelfSpeculative())
+    except OutpaceError:
+        return 0.0
+    assert isinstance(method, SelfSpeculative)
+    steps = islice(decoder.stream(prompt, method=method, max_new_tokens=8 * STEPS), STEPS)
+    guesses = [step.seconds["draft"] / (len(step.draft) - 1) for step in steps if len(step.draft) > 1]
+    if curve.parts is None or not guesses:
+        return 0.0
+    return max(0.0, median(guesses) - method.exit * curve.parts.layer)
 
 
 def _ready(decoder: Decoder, name: str) -> Method | None:

@@ -20,10 +20,10 @@ from ..heads.storing import Stored, is_for, load
 from ..models.adapter import Ends, Model, Output
 from ..picking import Picker
 from ..pool import Pool, Sequence
-from ..runtime.plain import Engine, Question
+from ..runtime.plain import Asking, Engine, Question, alone
 from .base import Drafter, Method
 from .headed import SHIPPED, Ready
-from .leaving import Calibrated, Control, Counts, Fixed, costs_of, predict
+from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
 from .staircase import Staircase
 
 CONTROLS = ("calibrated", "fixed")
@@ -38,7 +38,8 @@ class AdaDecode(Method):
     heads: a folder of trained exits. Without one, those that come with Outpace for the embedded model. "original": the
         model's own output head at the exits, untrained.
     exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
-    control: "calibrated" lets a guess leave where its measured chances are worth more than it costs; "fixed" where its
+    control: "calibrated" chooses among the exits by what they are predicted to bring, and lets a guess leave where its
+        measured chances are worth more than it costs; "fixed" asks all exits, and lets a guess leave where its
         confidence is above `gamma`, as in the paper.
     gamma: with "fixed", the confidence above which a guess leaves.
     pending: with "fixed", how many guesses may wait for their other layers.
@@ -100,16 +101,19 @@ class AdaDecode(Method):
         )
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        return _Drafter(self.heads.heads, self.exits, self._control(engine), engine, sequence, picker)
+        return _Drafter(self.heads.heads, *self._control(engine), engine, sequence, picker)
 
-    def _control(self, engine: Engine) -> Control | None:
-        """What decides when guesses leave; None where they should not at all."""
+    def _control(self, engine: Engine) -> tuple[tuple[int, ...], Control | None]:
+        """The exits to ask, and what decides when guesses leave there; None where they should not at all."""
         if self.control == "fixed":
-            return Fixed(len(self.exits), self.gamma, self.pending)
+            return self.exits, Fixed(len(self.exits), self.gamma, self.pending)
         heads, about = self.heads
         costs = costs_of(engine, self.exits, heads.settings.frequent)
         counts = _counts(heads, about, self.exits)
-        if about.calibration and (speed := predict(counts, costs)) < WORTHWHILE:
+        if not about.calibration:
+            return self.exits, Calibrated(counts, costs)
+        chosen, speed = choose(counts, costs)
+        if speed < WORTHWHILE:
             warnings.warn(
                 f"{self.name}: these exits are predicted to make {engine.model.name} {speed:.2f} times as fast here, "
                 "so the text is written plainly. Train better exits, or measure costs with `outpace calibrate`; "
@@ -117,8 +121,9 @@ class AdaDecode(Method):
                 OutpaceWarning,
                 stacklevel=2,
             )
-            return None
-        return Calibrated(counts, costs)
+            return (), None
+        used = tuple(self.exits[exit_] for exit_ in chosen)
+        return used, Calibrated(tuple(counts[exit_] for exit_ in chosen), costs.of(chosen))
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class UnverifiedAdaDecode(AdaDecode):
     lossless = False
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        return _Believer(self.heads.heads, self.exits, self._control(engine), engine, sequence, picker)
+        return _Believer(self.heads.heads, *self._control(engine), engine, sequence, picker)
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ class _Drafter(Drafter):
         self.stairs: Staircase | None = None
         self.asked: list[Asked] = []
 
-    def draft(self, room: int) -> Draft:
+    def drafting(self, room: int) -> Asking[Draft]:
         text = self.sequence.tokens
         self.stairs = None
         self.asked = []
@@ -214,7 +219,7 @@ class _Drafter(Drafter):
         proposals: list[torch.Tensor | None] = [None]
         self.control.begin()
         while len(stairs.tokens) <= most:
-            left = self._leave(stairs, self.control)
+            left = yield from self._leave(stairs, self.control)
             if left is None:
                 break
             token, proposal, layer = left
@@ -224,13 +229,14 @@ class _Drafter(Drafter):
         tokens = tuple(stairs.tokens)
         return Draft(tokens, tuple(range(-1, len(tokens) - 1)), len(tokens), tuple(sources), tuple(proposals))
 
-    def _leave(self, stairs: Staircase, control: Control) -> tuple[int, torch.Tensor | None, int] | None:
+    def _leave(self, stairs: Staircase, control: Control) -> Asking[tuple[int, torch.Tensor | None, int] | None]:
         """Climb with the newest row until a guess leaves: the guess, its distribution, the layer. None: none does."""
         prefix = [*self.sequence.tokens, *stairs.tokens[1:]]
         exit_ = control.next(-1)
         while exit_ is not None:
             layer = self.exits[exit_]
-            scores, confidence = _answer(stairs.climb(layer, self.questions[exit_]))
+            output = yield from stairs.climb(layer, self.questions[exit_])
+            scores, confidence = _answer(output)
             leaves = control.leaves(exit_, confidence)
             if leaves or self.guesser.greedy:  # a greedy guess is there anyway, and shows how good the exit is
                 try:
@@ -249,10 +255,8 @@ class _Drafter(Drafter):
             return self.guesser.choose_after(0, scores, prefix), None
         return self.guesser.guess(scores.logits[0], prefix)
 
-    def score(self, draft: Draft) -> Scores:
-        if self.stairs is None:
-            return super().score(draft)
-        return self.stairs.finish()
+    def score(self, draft: Draft) -> Asking[Scores]:
+        return super().score(draft) if self.stairs is None else self.stairs.finish()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         if self.stairs is None or self.control is None:
@@ -272,16 +276,16 @@ def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torc
 def _answer(output: Output) -> tuple[Scores, float]:
     """What an exit has answered, by `_ask`: the scores of one row, and the probability of its best token."""
     assert output.answer is not None
-    logits, found = output.answer[:, :-3], output.answer[:, -3:].T.double().cpu()  # one transfer
-    confidence = math.exp(min(0.0, float(found[1, 0] - found[2, 0])))
-    return Scores(logits, output.hidden[-1:], found[:2]), confidence
+    token, highest, every = output.answer[0, -3:].tolist()  # one transfer
+    found = torch.tensor([[token], [highest]], dtype=torch.float64)
+    return Scores(output.answer[:, :-3], output.hidden[-1:], found), math.exp(min(0.0, highest - every))
 
 
 class _Believer(_Drafter):
     """Has the target say after each row what was guessed there."""
 
-    def score(self, draft: Draft) -> Scores:
-        scores = super().score(draft)
+    def score(self, draft: Draft) -> Asking[Scores]:
+        scores = yield from super().score(draft)
         logits = scores.logits.clone()
         for row, token in enumerate(draft.tokens[1:]):
             logits[row] = -math.inf
@@ -325,8 +329,8 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
         stairs = Staircase(engine, sequence, len(text))
         for place, token in enumerate(text):
             stairs.push(token)
-            stairs.climb(exits[-1 - place % len(exits)])
-        apart = stairs.finish().logits
+            alone(stairs.climb(exits[-1 - place % len(exits)]))
+        apart = alone(stairs.finish()).logits
     with engine.pool.sequence(text[:1]) as sequence:
         together = engine.score(sequence, chain(text[0], text[1:], "")).logits
     spread_ = (together.float() - together.float().mean(-1, keepdim=True)).norm()

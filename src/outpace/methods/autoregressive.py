@@ -22,6 +22,10 @@ class Autoregressive(Method):
     def branches(self) -> bool:
         return False
 
+    @property
+    def dealt(self) -> bool:
+        return True  # every rank computes the one row
+
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(engine, sequence, picker)
 

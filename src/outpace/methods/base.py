@@ -12,7 +12,7 @@ from ..errors import InputError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence
-from ..runtime.plain import Engine
+from ..runtime.plain import Asking, Engine
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,14 @@ class Drafter(AbstractContextManager["Drafter"]):
         """Propose a tree below the last token, at most `room` deep."""
         raise NotImplementedError
 
-    def score(self, draft: Draft) -> Scores:
-        """Have the model compute every row."""
-        return self.engine.score(self.sequence, draft)
+    def drafting(self, room: int) -> Asking[Draft]:
+        """`draft`, for methods that have the target compute something for it: they ask for work."""
+        return self.draft(room)
+        yield
+
+    def score(self, draft: Draft) -> Asking[Scores]:
+        """Have the model compute every row, by asking for the work."""
+        return self.engine.scoring(self.sequence, draft)
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         """See what happened. The verdict's tokens are part of the sequence by now."""
@@ -68,6 +73,16 @@ class Method:
     @property
     def branches(self) -> bool:
         """Whether drafts may be trees, which some models cannot compute."""
+        return True
+
+    @property
+    def dealt(self) -> bool:
+        """Whether drafts can be dealt out to several ranks: trees that come from tokens alone."""
+        return False
+
+    @property
+    def shares(self) -> bool:
+        """Whether a text may begin with slots that another text has computed."""
         return True
 
     def prepare(self, model: Model) -> Method:

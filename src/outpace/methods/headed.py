@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -20,7 +21,7 @@ from ..models.adapter import FixedRows, Model
 from ..picking import Foreseen, Picker, likeliest
 from ..pool import Numbers
 from ..pool import Sequence as Text
-from ..runtime.plain import Engine
+from ..runtime.plain import Asking, Engine
 from .base import Drafter, Method
 from .ngrams import History
 
@@ -117,6 +118,10 @@ class Headed(Method):
             "--model MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER."
         )
 
+    @property
+    def shares(self) -> bool:
+        return not self.heads.heads.reads_text  # they have to read what another text has computed, too
+
     def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)
 
@@ -146,8 +151,8 @@ class _Drafter(Drafter):
         self.top = method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
         self.named = picker.candidates(self.top)  # so many guesses of each head are brought from the device
 
-    def score(self, draft: Draft) -> Scores:
-        return self.engine.score(self.sequence, draft, self._see if self.heads.reads_text else None)
+    def score(self, draft: Draft) -> Asking[Scores]:
+        return self.engine.scoring(self.sequence, draft, self._see if self.heads.reads_text else None)
 
     def _see(self, hidden: torch.Tensor) -> None:
         self.new.append(hidden.clone())
@@ -157,32 +162,31 @@ class _Drafter(Drafter):
         if self.lookup:
             self.history.extend(verdict.tokens)
 
+    @torch.inference_mode()
     def draft(self, room: int) -> Draft:
-        repeated = Tree(self.sequence.tokens[-1])
+        root, depth = self.sequence.tokens[-1], min(self.heads.count, room)
+        # On a GPU the heads compute while the text is looked through.
+        expect = self._begin() if self.new and depth else None
+        repeated = Tree(root)
         self.history.grow(repeated, 1 + self.lookup, min(REACH, room), "lookup", floor=FLOOR, price=self.price)
-        draft = self._guess(room, len(repeated) - 1)
+        draft = chain(root, (), "") if expect is None else self._guess(expect, depth, len(repeated) - 1)
         return draft if len(repeated) == 1 else Tree.of(draft, repeated).draft()
 
-    @torch.inference_mode()
-    def _guess(self, room: int, taken: int) -> Draft:
+    def _guess(self, expect: Expect, depth: int, taken: int) -> Draft:
         """What the heads guess, with `taken` rows fewer than there may be."""
-        text = self.sequence.tokens
-        depth = min(self.heads.count, room)
-        if not (self.new and depth):
-            return chain(text[-1], (), "")
-        hidden = self.new[0] if len(self.new) == 1 else torch.cat(self.new)
-        self.new = []
-        expect = self._expect(hidden, text[-len(hidden) :])
+        root = self.sequence.tokens[-1]
         rows, price = self.method.rows - taken, self.price
         if self.tree is None:
             shifted = (lambda count: price(count + taken)) if price else None
-            return grow(text[-1], expect, depth, rows, self.method.beam, shifted)
+            return grow(root, expect, depth, rows, self.method.beam, shifted)
         tree = self.tree[: rows - 1] if self.method.tree == "measured" else self.tree
-        return plant(text[-1], expect, [path for path in tree if len(path) <= depth])
+        return plant(root, expect, [path for path in tree if len(path) <= depth])
 
-    def _expect(self, hidden: torch.Tensor, tokens: list[int]) -> Expect:
-        """Let the heads read new rows, and say what they expect."""
-        first = len(self.sequence.tokens)
+    def _begin(self) -> Expect:
+        """Let the heads read new rows. What they expect is there when it is asked for."""
+        hidden = self.new[0] if len(self.new) == 1 else torch.cat(self.new)
+        self.new = []
+        tokens, first = self.sequence.tokens[-len(hidden) :], len(self.sequence.tokens)
         found = None
         if self.begun and not self.heads.sequential:
             found = self.engine.guess_with(self._ahead, (self.heads, self.named), self.sequence, tokens, hidden)
@@ -198,8 +202,8 @@ class _Drafter(Drafter):
             return expect
         if found is None:
             found = likeliest(self.follower.guesses(), self.named)
-        together = self._foresee(found, range(first, first + self.heads.count))
-        return lambda place, _: Foreseen(together.tokens[[place]], together.chances[[place]])
+        together = lru_cache(lambda: self._foresee(found, range(first, first + self.heads.count)))
+        return lambda place, _: Foreseen(together().tokens[[place]], together().chances[[place]])
 
     def _ahead(self, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
         """What the heads expect after rows in fixed places."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TypeAlias
@@ -27,6 +27,7 @@ MEMORY = 8  # tokens at plain decoding's cost that a text is thought to have beg
 CPU_ROW = 0.14  # of a step: what a further row costs on a CPU, where it was not measured
 WEIGHTS = 12  # a layer has about so many times the weights of a T
 STEPS = 400  # that a prediction plays through
+ENOUGH = 0.005  # of speed: what a further exit must bring at least
 _CENTRES = [(low + high) / 2 for low, high in zip((0.0, *BORDERS), (*BORDERS, 1.0), strict=True)]
 
 
@@ -74,32 +75,31 @@ class Costs:
 
     climbs: tuple[float, ...]  # from the bottom to each exit
     whole: float  # all layers and the output head
-    probe: float  # asking an exit
+    probe: float  # stopping at an exit and asking it
     prices: tuple[float, ...]  # [rows - 1] of so many rows, where one row costs 1
 
     def leaving(self, exit_: int, rows: int) -> float:
         """What leaving costs, with so many rows in the chain: the climb up to here again, and a further row above."""
         return self.climbs[exit_] + (self.prices[rows] - self.prices[rows - 1]) * (self.whole - self.climbs[exit_])
 
+    def of(self, exits: Sequence[int]) -> Costs:
+        """With these exits alone."""
+        return replace(self, climbs=tuple(self.climbs[exit_] for exit_ in exits))
+
 
 def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
     """The costs with exits after these layers, from what was measured, else from the sizes of things."""
     model, curve = engine.model, engine.costs
-    launch, head, prices = 0.0, model.vocabulary / (WEIGHTS * model.width), None
-    if curve is not None and len(curve.segments) > 1:
-        parts = [(name.split("-"), seconds) for name, seconds in curve.segments.items()]
-        sizes = [int(stop) + 1 - int(start) for (start, stop), _ in parts]
-        seconds = [spent for _, spent in parts]
-        extra = max(0.0, (sum(seconds) - curve.step(1)) / (len(parts) - 1))  # beginning a climb, beyond its layers
-        extra = min(extra, 0.9 * min(seconds))
-        layer = sum(spent - extra for spent in seconds[:-1]) / sum(sizes[:-1])
-        launch, head = extra / layer, max(0.0, (seconds[-1] - extra) / layer - sizes[-1])
+    begin, head, asking, prices = 0.0, model.vocabulary / (WEIGHTS * model.width), 0.0, None
+    if curve is not None and curve.parts is not None:
+        begin, head, asking = (cost / curve.parts.layer for cost in (curve.parts.begin, curve.parts.head, curve.asking))
         prices = tuple(accumulate((curve.price(rows) for rows in range(1, LONGEST + 2)), max))  # no row has a bonus
     if prices is None:
         slope = CPU_ROW if model.device.type == "cpu" else 0.0
         prices = tuple(1 + slope * rows for rows in range(LONGEST + 1))
-    probe = head * (frequent / model.vocabulary if frequent else 1.0) + 1 / WEIGHTS + launch
-    return Costs(tuple(launch + layer for layer in layers), launch + model.layers + head, probe, prices)
+    spared = head * (1 - frequent / model.vocabulary) if frequent else 0.0
+    probe = max(asking or begin + head, spared) - spared + 1 / WEIGHTS
+    return Costs(tuple(map(float, layers)), begin + model.layers + head, probe, prices)
 
 
 class Calibrated(Control):
@@ -203,3 +203,21 @@ def predict(counts: Counts, costs: Costs) -> float:
             tokens += valid
         control.end(tokens)
     return control.costs.whole * (control.tokens - MEMORY) / (control.spent - MEMORY * control.costs.whole)
+
+
+@lru_cache(maxsize=64)
+def choose(counts: Counts, costs: Costs) -> tuple[tuple[int, ...], float]:
+    """The exits that are worth having together, and the speed with them: one more at a time, while it helps.
+
+    A token that an early exit did not let go is a hard one, so asking it again and again seldom pays.
+    """
+    chosen: tuple[int, ...] = ()
+    best = 1.0
+    while len(chosen) < len(counts):
+        more = [tuple(sorted({*chosen, exit_})) for exit_ in range(len(counts)) if exit_ not in chosen]
+        speeds = {exits: predict(tuple(counts[exit_] for exit_ in exits), costs.of(exits)) for exits in more}
+        leader = max(more, key=lambda exits: speeds[exits])
+        if speeds[leader] < best + ENOUGH:
+            break
+        chosen, best = leader, speeds[leader]
+    return chosen, best

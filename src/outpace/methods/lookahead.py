@@ -83,6 +83,10 @@ class Lookahead(Method):
         if self.shift not in ("step", "token"):
             raise InputError(f"lookahead: shift={self.shift!r} is unknown: it must be 'step' or 'token'.")
 
+    @property
+    def dealt(self) -> bool:
+        return True
+
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)
 

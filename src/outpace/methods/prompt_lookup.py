@@ -41,6 +41,10 @@ class PromptLookup(Method):
     def branches(self) -> bool:
         return self.tree
 
+    @property
+    def dealt(self) -> bool:
+        return self.tree
+
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)
 

@@ -14,7 +14,7 @@ import torch
 from ..draft import Scores
 from ..models.adapter import Output
 from ..pool import Sequence
-from ..runtime.plain import Engine, Question
+from ..runtime.plain import Asking, Engine, Question, Work
 
 
 class Climb(NamedTuple):
@@ -79,7 +79,7 @@ class Staircase:
         self.heights.push()
         self.engine.pool.extend(self.sequence)
 
-    def climb(self, to: int, question: Question | None = None) -> Output:
+    def climb(self, to: int, question: Question | None = None) -> Asking[Output]:
         """Bring the last row to layer `to`, where it is not yet, and with it those that wait on the way.
 
         The output is that of the last climb. A question is put to the last row once it is there.
@@ -90,15 +90,15 @@ class Staircase:
             there = self._hidden[first : len(self.tokens)]
             asked = len(rows) if stop == self.top else 0
             hidden = there if start else None
-            output = self.engine.climb(
-                self.sequence, rows, asked, start, stop, hidden, question if stop == to else None
+            output = yield Work(
+                self.engine, self.sequence, rows, asked, start, stop, hidden, question if stop == to else None
             )
             there.copy_(output.hidden)
         return output
 
-    def finish(self) -> Scores:
+    def finish(self) -> Asking[Scores]:
         """Bring every row to the top."""
-        output = self.climb(self.top)
+        output = yield from self.climb(self.top)
         assert len(output.logits) == len(self.tokens)
         assert self.heights.rows == [self.top] * len(self.tokens)
         return Scores(output.logits, self._hidden[: len(self.tokens)], output.found)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..pool import Pool, Rows
+from ..pool import Placed, Pool
 from .attention import SlotLists
 
 
@@ -41,6 +42,17 @@ class FixedRows:
         return len(self.tokens)
 
 
+def asked_rows(logits: int | Sequence[int], rows: int, device: torch.device) -> torch.Tensor:
+    """Which of so many rows' logits are asked for.
+
+    >>> asked_rows(2, 5, torch.device("cpu")), asked_rows([0, 4], 5, torch.device("cpu"))
+    (tensor([3, 4]), tensor([0, 4]))
+    """
+    if isinstance(logits, int):
+        return torch.arange(rows - logits, rows, device=device)  # without a copy, which a capture could not have
+    return torch.tensor(logits, dtype=torch.long, device=device)
+
+
 class Model(Protocol):
     """A causal language model that computes rows."""
 
@@ -51,6 +63,7 @@ class Model(Protocol):
     dtype: torch.dtype
     context: int  # positions it was made for
     branches: bool  # False: rows must form one chain
+    packs: bool  # whether rows of several texts may share a forward, and texts that begin alike their slots
     chunk: int  # most rows of text that one forward should take
     device: torch.device
     lists: bool  # whether it computes FixedRows
@@ -66,8 +79,8 @@ class Model(Protocol):
     def forward(
         self,
         pool: Pool,
-        rows: Rows | FixedRows,
-        logits: int,
+        rows: Placed | FixedRows,
+        logits: int | Sequence[int],
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
@@ -76,6 +89,6 @@ class Model(Protocol):
         """Run layers `start` to `stop` (not included; None: to the end) on the rows, compiled where they can be.
 
         From the middle, `hidden` [rows, width] says where layer `start - 1` left them. `logits` asks for the
-        last so many rows' logits; they mean something only when the last layer has run.
+        logits of the last so many rows, or of these rows; they mean something only when the last layer has run.
         """
         ...

@@ -4,6 +4,9 @@ All rows of a text see its computed part, so those keys are read once for a tile
 that run side by side. What rows see of each other is one split more, with a mask of bits; `kernels.merge` puts them
 together.
 
+Rows may be of several texts. Then there is a list of slots for each text, and a tile has rows of one text alone: tables
+say which rows a tile has, and of which text a row is.
+
 In exact mode a row's result must have the same bits whatever tree it is in. Then keys are walked in the order of
 positions, in blocks with borders at fixed positions, whatever slots they lie in: `part` does the text's whole blocks,
 and `kernels.finish` goes on from there, row by row, down the row's own ancestors.
@@ -19,12 +22,15 @@ import torch
 class SlotLists(NamedTuple):
     """What each row sees, as lists of slots in the order of positions. Stands where others have a mask."""
 
-    text: torch.Tensor  # [slots] first come the slots of the text
-    length: torch.Tensor  # [1] how many of them
+    text: torch.Tensor  # [texts, slots] first come the slots of the text
+    length: torch.Tensor  # [texts] how many of them
+    whose: torch.Tensor  # [rows] which text a row is of
+    tiles: torch.Tensor  # [2 × tiles] rows of one text: the first of each tile, then where each ends; equal: none
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]
     tree: torch.Tensor  # [rows, rows / 64] a bit for each other row that the row sees; exact: see `exact`
-    span: int  # the text may grow to this length: as many programs are started
+    span: int  # a text may grow to this length: as many programs are started
+    packed: int  # the most rows of a tile of `tiles`; 0: all rows are of text 0, and `whose` and `tiles` are not read
     exact: bool = False  # a row's bits are the same in any tree; `tree` [rows, depth] then lists slots from `length` on
     window: int = 0  # how many positions back a row sees; 0: all
 
@@ -63,17 +69,20 @@ def slot_attention(
     values: torch.Tensor,
     text: torch.Tensor,
     length: torch.Tensor,
+    whose: torch.Tensor,
+    tiles: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
     tree: torch.Tensor,
     span: int,
+    packed: int,
     exact: bool,
     window: int,
     scaling: float,
     softcap: float,
 ) -> torch.Tensor:
     """[1, rows, heads, size]: see SlotLists for what rows see. `softcap` 0: none."""
-    lists = SlotLists(text, length, positions, slots, tree, span, exact, window)
+    lists = SlotLists(text, length, whose, tiles, positions, slots, tree, span, packed, exact, window)
     if query.device.type != "cuda" and not INTERPRET:
         return _dense(query, keys, values, lists, scaling, softcap)
     return _launch(query, keys, values, lists, scaling, softcap)
@@ -89,9 +98,14 @@ def _dense(
 ) -> torch.Tensor:
     """The same with a dense mask over all slots: the oracle."""
     sees = torch.zeros(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
-    past, at = int(lists.length), lists.positions[:, None]
-    place = torch.arange(past, device=query.device)
-    sees[:, lists.text[:past]] = at - place < lists.window if lists.window else True
+    at = lists.positions[:, None]
+    whose = lists.whose if lists.packed else torch.zeros_like(lists.positions)
+    for text in sorted(set(whose.tolist())):
+        past, mine = int(lists.length[text]), whose == text
+        place = torch.arange(past, device=query.device)
+        seen = at[mine] - place < lists.window if lists.window else torch.ones_like(at[mine] + place, dtype=torch.bool)
+        row, column = mine.nonzero(), lists.text[text, :past]
+        sees[row, column] = seen
     if lists.exact:
         place = torch.arange(past, past + lists.tree.shape[1], device=query.device)
         seen, other = place <= at, lists.tree
@@ -125,6 +139,12 @@ def _launch(
     group = min(groups, HEADS)  # query heads in a tile
     units = keys.shape[1] * cdiv(groups, group)  # groups of query heads that share keys
     shape = shape_for(rows, lists.span, lists.exact)
+    programs = cdiv(rows, shape.tile // group)
+    parts = 1  # of a tile of `tiles`, where the heads are too many for one
+    if lists.packed:
+        shape = shape._replace(tile=min(64, max(16, next_power_of_2(lists.packed * group))))
+        parts = cdiv(lists.packed, shape.tile // group)
+        programs = len(lists.tiles) // 2 * parts
     text_splits = cdiv(lists.span, shape.split)
     splits = text_splits + (0 if lists.exact else cdiv(rows, shape.split))
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
@@ -144,10 +164,13 @@ def _launch(
     }
     strides = (query.stride(1), query.stride(2), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2))
     factor = scaling * LOG2_E  # scores in powers of two
-    kernels.part[(cdiv(rows, shape.tile // group), units, splits)](
+    kernels.part[(programs, units, splits)](
         *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, lists.tree),
         *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, shape.split, factor),
+        *(lists.whose, lists.tiles, lists.text.stride(0), len(lists.tiles) // 2),
         TILE=shape.tile,
+        PARTS=parts,
+        PACKED=lists.packed > 0,
         EXACT=lists.exact,
         **common,
         num_warps=shape.warps,
@@ -162,7 +185,8 @@ def _launch(
         )
     else:
         kernels.merge[(rows, heads)](
-            *(lists.length, sums, peaks, mixed, rows, heads, splits, text_splits, shape.split),
+            *(lists.length, sums, peaks, mixed, rows, heads, splits, text_splits, shape.split, lists.whose),
+            PACKED=lists.packed > 0,
             SIZE=size,
             PADDED=padded,
             CHUNK=CHUNK,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -21,8 +22,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..draft import Draft, Tree, chain
 from ..errors import UnsupportedModel
-from ..pool import Pool, Rows
-from .adapter import Ends, FixedRows, Output
+from ..pool import Placed, Pool
+from .adapter import Ends, FixedRows, Output, asked_rows
 from .attention import SlotLists
 from .compiling import compile_together
 from .fusing import Fusion
@@ -67,6 +68,7 @@ class HFModel:
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         self.branches = self._takes_positions and not _counts_slots(config)
+        self.packs = self.branches and self._longrope is None  # LongRoPE's angles depend on all positions of a forward
         self.lists = self._own_attention and self.branches and _takes_lists(model, self._kinds)
         if check:
             self._check()
@@ -133,14 +135,14 @@ class HFModel:
     def forward(
         self,
         pool: Pool,
-        rows: Rows | FixedRows,
-        logits: int,
+        rows: Placed | FixedRows,
+        logits: int | Sequence[int],
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> Output:
-        count = len(rows)
+        asked = asked_rows(logits, len(rows), self.device)
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop
         control.hidden = None if hidden is None else hidden[None]
@@ -154,7 +156,7 @@ class HFModel:
         if self._takes_positions:
             arguments["position_ids"] = rows.positions[None]
         if self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = torch.arange(count - logits, count, device=self.device)
+            arguments["logits_to_keep"] = asked
         if isinstance(rows, FixedRows):
             control.masks = {kind: rows.lists._replace(window=self._windows.get(kind) or 0) for kind in self._kinds}
             arguments["attention_mask"] = rows.tokens[None, None, None]  # four dimensions: passed on as it is
@@ -169,9 +171,9 @@ class HFModel:
         finally:
             control.clear()
         scores = result.logits[0]
-        return Output(scores[len(scores) - logits :], cast(torch.Tensor, left)[0])
+        return Output(scores if self._takes_logits_to_keep else scores[asked], cast(torch.Tensor, left)[0])
 
-    def _masks(self, rows: Rows) -> dict[str, torch.Tensor | SlotLists]:
+    def _masks(self, rows: Placed) -> dict[str, torch.Tensor | SlotLists]:
         """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
         masks: dict[str, torch.Tensor | SlotLists] = {}
         for kind in self._kinds:
@@ -374,7 +376,7 @@ class _PoolCache:
 
     is_compileable = False
 
-    def __init__(self, pool: Pool, rows: Rows | FixedRows) -> None:
+    def __init__(self, pool: Pool, rows: Placed | FixedRows) -> None:
         self._pool = pool
         self.slots = rows.slots
         self.seen = pool.used  # slots from here on hold nothing

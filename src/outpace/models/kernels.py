@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Numbers that differ from step to step: without this a kernel is compiled anew where one is 1 or divisible by 16.
-VARYING = ["rows", "splits", "text_splits", "walk"]
+VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count"]
 
 
 @triton.jit
@@ -50,13 +50,25 @@ def _both(peak, weight, total, other_peak, other_weight, other_total):
 def part(
     query, keys, values, text, length, positions, slots, tree, tree_row, sums, peaks,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
-    rows, heads, splits, text_splits, walk, factor,
-    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    rows, heads, splits, text_splits, walk, factor, whose, tiles, text_line, tile_count,
+    TILE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows."""
+    """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows.
+
+    PACKED: the rows are of several texts, and tables say which this tile has. It does one of PARTS of them.
+    """
     unit, split = tl.program_id(1), tl.program_id(2)
+    first_row = tl.program_id(0) * (TILE // GROUP)
+    row_stop = rows
+    if PACKED:
+        entry = tl.program_id(0) // PARTS
+        first_row = (tl.load(tiles + entry) + tl.program_id(0) % PARTS * (TILE // GROUP)).to(tl.int32)
+        row_stop = tl.load(tiles + tile_count + entry).to(tl.int32)
+        mine = tl.load(whose + first_row, mask=first_row < row_stop, other=0)
+        length += mine
+        text += mine * text_line
     past = tl.load(length)
     among = split >= text_splits
     if among:
@@ -67,12 +79,12 @@ def part(
         if EXACT:
             past = past // BLOCK * BLOCK
         stop = tl.minimum(past, start + walk)
-    if start >= stop:
+    if (start >= stop) | (first_row >= row_stop):
         return
     place = tl.arange(0, TILE)
-    row = tl.program_id(0) * (TILE // GROUP) + place // GROUP
+    row = first_row + place // GROUP
     within = unit % UNITS * GROUP + place % GROUP
-    real = (row < rows) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
+    real = (row < row_stop) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
     head = unit // UNITS * GROUPS + within
     part = tl.arange(0, PADDED)
     q = tl.load(
@@ -110,6 +122,8 @@ def part(
         if among:
             word = tl.load(tree + row * tree_row + block // 64, mask=real, other=0)
             sees = sees & (((word[:, None] >> (index % 64)[None, :]) & 1) != 0)
+            if PACKED:  # what other texts have there may be NaN, and zero times that, too
+                value = tl.where((tl.max(sees.to(tl.int32), 0) > 0)[:, None], value, 0.0).to(value.dtype)
             if WINDOW > 0:
                 position = tl.load(positions + index, mask=there, other=0)
         if WINDOW > 0:
@@ -123,11 +137,13 @@ def part(
 
 @triton.jit(do_not_specialize=VARYING)
 def merge(
-    length, sums, peaks, mixed, rows, heads, splits, text_splits, walk,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    length, sums, peaks, mixed, rows, heads, splits, text_splits, walk, whose,
+    PACKED: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row and head: all its splits as one softmax."""
     row, head = tl.program_id(0), tl.program_id(1)
+    if PACKED:
+        length += tl.load(whose + row)
     used = (tl.load(length) + walk - 1) // walk
     part = tl.arange(0, PADDED)
     peak = float("-inf")

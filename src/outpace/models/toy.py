@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..errors import UnsupportedModel
-from ..pool import Pool, Rows
-from .adapter import Ends, FixedRows, Output
+from ..pool import Placed, Pool
+from .adapter import Ends, FixedRows, Output, asked_rows
 
 
 class Bigram:
@@ -22,6 +24,7 @@ class Bigram:
     width = 1
     dtype = torch.float32
     branches = True
+    packs = True
     lists = False
     chunk = 512
     device = torch.device("cpu")
@@ -41,12 +44,12 @@ class Bigram:
     def forward(
         self,
         pool: Pool,
-        rows: Rows | FixedRows,
-        logits: int,
+        rows: Placed | FixedRows,
+        logits: int | Sequence[int],
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> Output:
-        tokens = rows.tokens
-        return Output(self.table[tokens[len(tokens) - logits :]], torch.zeros(len(tokens), 1))
+        asked = asked_rows(logits, len(rows), self.device)
+        return Output(self.table[rows.tokens[asked]], torch.zeros(len(rows), 1))

@@ -13,10 +13,19 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import InputError
 
-VERSION = 3  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 4  # raised whenever a runtime computes steps by other code: older curves are not believed
+
+
+class Parts(NamedTuple):
+    """What a step of one row is made of, in seconds."""
+
+    layer: float
+    head: float  # the output head
+    begin: float  # beginning a climb, beyond its layers
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class CostCurve:
     seconds: tuple[tuple[float, ...], ...]  # [contexts][rows]
     segments: dict[str, float] = field(default_factory=dict)  # layers "0-15" alone: seconds for one row
     drafting: dict[str, float] = field(default_factory=dict)  # method -> seconds of its own a step
+    asking: float = 0.0  # seconds to ask an exit, beyond the layers below it; 0: not measured
 
     def step(self, rows: int, context: int = 0) -> float:
         """Seconds of a step, between and beyond the measured points along straight lines."""
@@ -47,6 +57,19 @@ class CostCurve:
         """`price` and the method's own work, where it was measured."""
         own = self.drafting.get(method, 0.0) / self.step(1)
         return lambda rows: self.price(rows) + own
+
+    @cached_property
+    def parts(self) -> Parts | None:
+        """From the segments; None where they were not measured."""
+        if len(self.segments) < 2:
+            return None
+        borders = [name.split("-") for name in self.segments]
+        sizes = [int(stop) + 1 - int(start) for start, stop in borders]
+        seconds = list(self.segments.values())
+        begin = max(0.0, (sum(seconds) - self.step(1)) / (len(seconds) - 1))
+        begin = min(begin, 0.9 * min(seconds))
+        layer = sum(spent - begin for spent in seconds[:-1]) / sum(sizes[:-1])
+        return Parts(layer, max(0.0, seconds[-1] - begin - sizes[-1] * layer), begin)
 
     def save(self, folder: Path) -> Path:
         """Keep the curve where `load` finds it, whole or not at all."""
@@ -74,6 +97,7 @@ def load(folder: Path, about: dict[str, str]) -> CostCurve | None:
             tuple(map(tuple, stored["seconds"])),
             stored["segments"],
             stored["drafting"],
+            stored["asking"],
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -6,31 +6,37 @@ over a text up to a fixed length. All that a step needs goes over in one copy, a
 
 In exact mode there is one size. A row then has the same bits whatever rows are beside it, so that the logits of an
 accepted guess are bit for bit those of plain decoding in the same mode.
+
+Rows of several texts go in one graph too, by graphs made for that. Not in exact mode: there texts take turns.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..draft import Draft, Scores, Verdict, chain, find_best
-from ..errors import InputError, OutpaceWarning
+from ..draft import Draft, Mask, Verdict, chain, find_best
+from ..errors import InputError, InvalidLogits, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
 from ..models.attention import SlotLists
 from ..pool import Numbers, Pool, Rows, Sequence
-from .plain import Engine, HeadFunction, Question, See, answered
+from .plain import Engine, HeadFunction, Question, Work, answered, joined
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 256  # rows of text at a time
+RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
 PRIME = 11
-HEAD_ROWS = 8  # the most new rows that heads read in a graph
+HEAD_ROWS = 24  # the most new rows that heads read in a graph
+TEXTS = (4, 16, 64)  # of how many texts a graph takes rows, if of several
+LINES = TEXTS[-1] + 2  # lists of slots: one for a text alone, one for each of several, and one that stays empty
+TILE = 16  # the most rows of one text that attention does together, if there are several texts
 
 
 class GraphEngine(Engine):
@@ -48,22 +54,24 @@ class GraphEngine(Engine):
             model.compile_layers()
         if self.exact:
             self.name = f"exact, {exact_rows} rows"
-        # By rows, length of text, layers, and whose question.
-        self._graphs: dict[tuple[int, int, tuple[int, int], Hashable], _Graph] = {}
+        # By rows, length of text, layers, whose question, and number of texts (0: one alone).
+        self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int], _Graph] = {}
         self._head_steps: dict[tuple[Hashable, int], _HeadStep] = {}  # by whose heads, length of text
         self._eager: set[Hashable] = set()  # whose heads cannot be captured
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
-        self._text = torch.zeros(0, dtype=torch.long)  # on the device: the slots of one sequence
-        self._reader: Sequence | None = None  # whose
+        self._texts = torch.zeros(LINES, 0, dtype=torch.long)  # on the device: lists of slots
+        self._readers: list[Sequence | None] = []  # whose
 
-    def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
-        self._read(sequence, 0, see)
-        rows = self.pool.place(sequence, draft)
-        self._make_storage(rows)
-        self._update_text(sequence, rows)
-        if self.exact:
-            return self._score_exactly(rows)
-        return self._replay(rows.numbers, rows.bits, len(rows.text)) or self._score_plainly(rows)
+    @property
+    def most_rows(self) -> int:
+        return max(self.sizes, default=READING)
+
+    @property
+    def most_texts(self) -> int:
+        return TEXTS[-1] if self.model.packs and not self.exact else 1
+
+    def reading(self, sequence: Sequence) -> tuple[int, int]:
+        return READING, RIDERS if sequence.slots else 0
 
     def climb(
         self,
@@ -77,33 +85,53 @@ class GraphEngine(Engine):
     ) -> Output:
         """Logits are there when the last layer has run."""
         self._make_storage(rows)
-        self._update_text(sequence, rows)
-        tree = rows.tails if self.exact else rows.bits
-        layers = (start, self.model.layers if stop is None else stop)
-        graph = self._launch(rows.numbers, tree, len(rows.text), layers, hidden, question)
+        self._update_texts([(sequence, rows)], [0])
+        whole = start == 0 and stop is None
+        if whole and self.exact:
+            return self._compute_exactly(rows, logits)
+        graph = None
+        if self._graphs or logits or not whole:  # the first text does not wait for a graph to read it
+            graph = self._launch([rows], [0], (start, stop), hidden, question)
         if graph is None:
             return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
-        scores = graph.scores(len(rows))
-        if not logits:
-            return Output(scores.logits[:0], scores.hidden, answer=graph.answer)
-        assert scores.found is not None
-        return Output(scores.logits[-logits:], scores.hidden, scores.found[:, -logits:], graph.answer)
+        return graph.share(len(rows), logits)
 
-    def _score_plainly(self, rows: Rows) -> Scores:
-        output = self.model.forward(self.pool, rows, logits=len(rows))
-        return Scores(output.logits, output.hidden)
+    def run(self, works: Items[Work]) -> list[Output | InvalidLogits]:
+        return [*self._run(works)]  # by lists, no text sees anything of another's, be it NaN
 
-    def _score_exactly(self, rows: Rows) -> Scores:
+    def _run(self, works: Items[Work]) -> list[Output]:
+        if len(works) == 1:
+            return [works[0].do()]
+        start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
+        self._make_storage(parts[0])
+        lines = self._lines_for([work.sequence for work in works])
+        self._update_texts([(work.sequence, work.rows) for work in works], lines)
+        graph = None
+        if self._graphs or any(work.logits for work in works) or stop is not None:
+            graph = self._launch(parts, lines, (start, stop), joined(works), None)
+        if graph is None:
+            return super()._run(works)
+        found = graph.found.cpu()  # one transfer for all
+        outputs, first = [], 0
+        for work in works:
+            share = graph.share(len(work.rows), work.logits, first, found)
+            outputs.append(answered(share, work.question))
+            first += len(work.rows)
+        return outputs
+
+    def _compute_exactly(self, rows: Rows, logits: int) -> Output:
         """In parts, where there are more rows than the graph takes. A row's ancestors are never in a later part."""
         tails = rows.tails()
         if tails.shape[1] > WIDTH:
             raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        size = self.sizes[0]
-        parts: list[Scores] = []
+        size = self.sizes[0] if logits else READING
+        parts: list[Output] = []
         for start in range(0, len(rows), size):
             parts = [*parts[:-1], *map(_copy, parts[-1:])]
             graph = self._graph(size, len(rows.text))
-            parts.append(graph.run(rows.numbers[:, start : start + size], tails[start : start + size], len(rows.text)))
+            graph.launch(rows.numbers[:, start : start + size], tails[start : start + size], len(rows.text))
+            count = min(size, len(rows) - start)
+            parts.append(graph.share(count, max(0, min(count, start + count - len(rows) + logits))))
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def is_exact(self) -> bool:
@@ -130,44 +158,27 @@ class GraphEngine(Engine):
                 self.pool.keep(sequence, alone, Verdict((0,), (token,)))
         return True
 
-    def _read(self, sequence: Sequence, leave: int, see: See | None = None) -> None:
-        while behind := len(sequence.tokens) - 1 - len(sequence.slots):
-            rows = self.pool.place_text(sequence, min(behind, READING))
-            past = len(rows.text)
-            self._make_storage(rows)
-            self._update_text(sequence, rows)
-            read: Scores | Output | None = None
-            if self.exact:
-                read = self._graph(READING, past).run(rows.numbers, rows.tails(), past)
-            elif self._graphs:  # the first text does not wait for a graph to read it
-                read = self._replay(rows.numbers, rows.bits, past)
-            if read is None:
-                read = self.model.forward(self.pool, rows, logits=0)
-            if see:
-                see(read.hidden)
-
-    def _replay(self, numbers: Numbers, tree: Callable[[], Numbers], past: int) -> Scores | None:
-        """The rows' scores by a graph; None where there is none for so many."""
-        graph = self._launch(numbers, tree, past)
-        return None if graph is None else graph.scores(numbers.shape[1])
-
     def _launch(
         self,
-        numbers: Numbers,
-        tree: Callable[[], Numbers],
-        past: int,
-        layers: tuple[int, int] | None = None,
-        hidden: torch.Tensor | None = None,
-        question: Question | None = None,
+        parts: list[Rows],
+        lines: list[int],
+        layers: tuple[int, int | None],
+        hidden: torch.Tensor | None,
+        question: Question | None,
     ) -> _Graph | None:
         """A graph that has computed the rows; None where there is none for so many."""
-        count = numbers.shape[1]
+        count = sum(map(len, parts))
+        texts = 0 if len(parts) == 1 else next(texts for texts in TEXTS if texts >= len(parts))
         while size := next((size for size in self.sizes if size >= count), 0):
             try:
-                graph = self._graph(size, past, layers, question)
+                graph = self._graph(size, max(len(rows.text) for rows in parts), layers, question, texts)
                 if hidden is not None:
                     graph.hidden[:count] = hidden
-                graph.launch(numbers, tree(), past)
+                if texts:
+                    graph.launch_packed(parts, lines)
+                else:
+                    (rows,) = parts
+                    graph.launch(rows.numbers, rows.tails() if self.exact else rows.bits(), len(rows.text))
                 return graph
             except _NoGraph as error:  # noqa: PERF203 (at most once for each size)
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
@@ -183,22 +194,26 @@ class GraphEngine(Engine):
     ) -> torch.Tensor | None:
         count = len(hidden)
         past = len(sequence.slots) - count
-        known = self._reader is sequence and sequence.stable >= past and len(self._text) == self.pool.capacity
+        line = next((line for line, reader in enumerate(self._readers) if reader is sequence), None)
+        known = line is not None and sequence.stable >= past and self._texts.shape[1] == self.pool.capacity
         if count > HEAD_ROWS or not known or owner in self._eager:
             return None
         step = self._head_step(function, owner, past)
         if step is None:
             return None
+        if line:
+            self._texts[0, :past].copy_(self._texts[line, :past])
+            self._readers[0] = None
         step.hidden[:count] = hidden
-        chain_bits = np.packbits(np.tri(count, 64, dtype=np.bool_), axis=1, bitorder="little").view(np.int64)
-        step.launch(np.array([tokens, range(past, past + count), sequence.slots[past:]]), chain_bits, past)
+        numbers = np.array([tokens, range(past, past + count), sequence.slots[past:]])
+        step.launch(numbers, _bits(np.tri(count, 64, dtype=np.bool_)), past)
         return step.found
 
     def _head_step(self, function: HeadFunction, owner: Hashable, past: int) -> _HeadStep | None:
         key = (owner, _span(past))
         step = self._head_steps.get(key)
         if step is None:
-            step = _HeadStep(function, self.model, self.pool, self._text, key[1])
+            step = _HeadStep(function, self.model, self.pool, self._texts, key[1])
             try:
                 self._memory = step.capture(self._memory)
             except Exception as error:
@@ -217,35 +232,60 @@ class GraphEngine(Engine):
         if self.pool.stored(0) is None:
             self.model.forward(self.pool, rows, logits=0)
 
-    def _update_text(self, sequence: Sequence, rows: Rows) -> None:
-        """Bring the list of the text's slots up to date on the device."""
-        if len(self._text) != self.pool.capacity:  # the pool has grown: graphs on the old storage are of no use
+    def _update_texts(self, texts: list[tuple[Sequence, Rows]], lines: list[int]) -> None:
+        """Bring the lists of the texts' slots up to date on the device."""
+        capacity = self.pool.capacity
+        if self._texts.shape[1] != capacity:  # the pool has grown: graphs on the old storage are of no use
             self._graphs.clear()
             self._head_steps.clear()
             self._memory = None
-            self._text = torch.zeros(self.pool.capacity, dtype=torch.long, device=self.pool.device)
-            self._reader = None
-        start = sequence.stable if self._reader is sequence else 0
-        if start < len(rows.text):
-            self._text[start : len(rows.text)].copy_(torch.tensor(rows.text[start:]))
-        self._reader, sequence.stable = sequence, max(start, len(rows.text))
+            self._texts = torch.zeros(LINES, capacity, dtype=torch.long, device=self.pool.device)
+            self._readers = [None] * LINES
+        places, slots = list[int](), list[int]()
+        for (sequence, rows), line in zip(texts, lines, strict=True):
+            start = sequence.stable if self._readers[line] is sequence else 0
+            if self._readers[line] is not sequence:  # it may have another line, which is not kept up to date any more
+                self._readers = [None if reader is sequence else reader for reader in self._readers]
+                self._readers[line] = sequence
+            places += range(line * capacity + start, line * capacity + len(rows.text))
+            slots += rows.text[start:]
+            sequence.stable = max(start, len(rows.text))
+        if slots and lines == [0]:
+            self._texts[0, places[0] : places[-1] + 1].copy_(torch.tensor(slots))
+        elif slots:
+            both = torch.tensor([places, slots]).to(self.pool.device)
+            self._texts.view(-1).index_copy_(0, both[0], both[1])
+
+    def _lines_for(self, sequences: list[Sequence]) -> list[int]:
+        """A line for each of several texts: the one that it has, or one that none of them has; unused ones first."""
+        lines = {id(reader): line for line, reader in enumerate(self._readers) if line and reader is not None}
+        used = {line for line, reader in enumerate(self._readers) if reader is not None and reader.slots}
+        mine = {lines[id(sequence)] for sequence in sequences if id(sequence) in lines}
+        free = iter(sorted({*range(1, LINES - 1)} - mine, key=lambda line: line in used))
+        return [lines[id(sequence)] if id(sequence) in lines else next(free) for sequence in sequences]
 
     def _graph(
-        self, size: int, length: int, layers: tuple[int, int] | None = None, question: Question | None = None
+        self,
+        size: int,
+        length: int,
+        layers: tuple[int, int | None] = (0, None),
+        question: Question | None = None,
+        texts: int = 0,
     ) -> _Graph:
-        span, layers = _span(length), layers or (0, self.model.layers)
-        key = (size, span, layers, question.owner if question else None)
+        span, through = _span(length), (layers[0], self.model.layers if layers[1] is None else layers[1])
+        key = (size, span, through, question.owner if question else None, texts)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(size, span, layers, question)
+            graph = self._graphs[key] = self._capture(size, span, through, question, texts)
         return graph
 
-    def _capture(self, size: int, span: int, layers: tuple[int, int], question: Question | None) -> _Graph:
+    def _capture(self, size: int, span: int, layers: tuple[int, int], question: Question | None, texts: int) -> _Graph:
+        places = (self.model, self.pool, self._texts)
         try:
-            if self._compile and not self._graphs:
+            if self._compile and not any(bool(key[-1]) == bool(texts) for key in self._graphs):
                 # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
-                _Graph(self.model, self.pool, self._text, PRIME, span, layers, True, self.exact).warm_up()
-            graph = _Graph(self.model, self.pool, self._text, size, span, layers, self._compile, self.exact, question)
+                _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
+            graph = _Graph(*places, size, span, layers, self._compile, self.exact, question, texts)
             self._memory = graph.capture(self._memory)
             return graph
         except torch.OutOfMemoryError as error:
@@ -265,7 +305,7 @@ class GraphEngine(Engine):
                     OutpaceWarning,
                     stacklevel=2,
                 )
-                return self._capture(size, span, layers, question)
+                return self._capture(size, span, layers, question, texts)
             if self.exact:
                 raise InputError(f"exact mode needs steps that a CUDA graph can capture: {reason}") from error
             self.sizes = []
@@ -281,24 +321,35 @@ class _NoGraph(Exception):
 class _FixedStep:
     """A computation on a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
 
-    def __init__(self, model: Model, pool: Pool, text: torch.Tensor, size: int, span: int, exact: bool) -> None:
+    def __init__(
+        self, model: Model, pool: Pool, text: torch.Tensor, size: int, span: int, exact: bool, texts: int = 0
+    ) -> None:
         self.pool = pool
         self.size = size
         self.on_gpu = pool.device.type == "cuda"
         width = WIDTH if exact else max(2, -(-size // 64))  # a width of 1 would be compiled apart
-        self._host = torch.zeros(1 + 3 * size + size * width, dtype=torch.long, pin_memory=self.on_gpu)
-        numbers = self._host.numpy()
-        self._past: Numbers = numbers[:1]
-        self._rows: Numbers = numbers[1 : 1 + 3 * size].reshape(3, size)
-        self._tree: Numbers = numbers[1 + 3 * size :].reshape(size, width)
+        # Sizes that differ from each other are compiled as sizes that may change independently.
+        self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
+        tiles = size // self._tile + texts + 1 if texts else 3
+        parts = [len(text), size, 2 * tiles, size, size, size, size * width]
+        self._host = torch.zeros(sum(parts), dtype=torch.long, pin_memory=self.on_gpu)
+        lengths, whose, table, tokens, positions, slots, tree = torch.split(self._host, parts)
+        self._lengths: Numbers = lengths.numpy()
+        self._whose: Numbers = whose.numpy()
+        self._tiles: Numbers = table.view(2, tiles).numpy()
+        self._rows: Numbers = self._host.numpy()[sum(parts[:3]) : sum(parts[:6])].reshape(3, size)
+        self._tree: Numbers = tree.view(size, width).numpy()
         # A row that fills up sees itself beyond the text: in exact mode by its slot, otherwise by a bit.
-        itself = np.eye(size, width * 64, dtype=np.bool_)
-        self._alone = pool.scratch if exact else np.packbits(itself, axis=1, bitorder="little").view(np.int64)
-        self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
+        self._itself = np.eye(size, width * 64, dtype=np.bool_)
+        self._alone = pool.scratch if exact else _bits(self._itself)
+        if texts:
+            self._fill_packed([], [])
+        else:
+            self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
         self._box = self._host.to(pool.device)
-        length, tokens, positions, slots, tree = torch.split(self._box, [1, size, size, size, size * width])
-        lists = SlotLists(text, length, positions, slots, tree.view(size, width), span, exact)
-        self.rows = FixedRows(tokens, positions, slots, lists)
+        length, whose, table, tokens, positions, slots, tree = torch.split(self._box, parts)
+        seen = (text, length, whose, table, positions, slots, tree.view(size, width))
+        self.rows = FixedRows(tokens, positions, slots, SlotLists(*seen, span, self._tile, exact))
         # Rows that come from the middle, or from the end, bring their hidden states.
         self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
         self._graph: Any = None
@@ -336,18 +387,50 @@ class _FixedStep:
 
     def _fill(self, numbers: Numbers, tree: Numbers, past: int) -> None:
         count, width = tree.shape
-        self._past[0] = past
+        self._lengths[0] = past
         self._rows[:, :count] = numbers
         self._rows[:, count:] = [[0], [past], [self.pool.scratch]]
         self._tree[:] = self._alone
         self._tree[:count] = 0
         self._tree[:count, :width] = tree
 
+    def _fill_packed(self, parts: list[Rows], lines: list[int]) -> None:
+        among = self._itself.copy()
+        tiles: list[tuple[int, int]] = []
+        first = 0
+        for rows, line in zip(parts, lines, strict=True):
+            stop = first + len(rows)
+            self._rows[:, first:stop] = rows.numbers
+            self._whose[first:stop] = line
+            self._lengths[line] = len(rows.text)
+            among[first:stop, first:stop] = rows.among
+            tiles += [(start, min(start + self._tile, stop)) for start in range(first, stop, self._tile)]
+            first = stop
+        self._rows[:, first:] = [[0], [0], [self.pool.scratch]]
+        self._whose[first:] = len(self._lengths) - 1  # the text that is empty
+        tiles += [(start, min(start + self._tile, self.size)) for start in range(first, self.size, self._tile)]
+        self._tiles[:] = 0
+        self._tiles[:, : len(tiles)] = np.array(tiles).T
+        self._tree[:] = _bits(among)
+
     def launch(self, numbers: Numbers, tree: Numbers, past: int) -> None:
         """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
-        if self._copied:
-            self._copied.synchronize()  # the copy before this one may still be reading
+        self._wait()
         self._fill(numbers, tree, past)
+        self._go()
+
+    def launch_packed(self, parts: list[Rows], lines: list[int]) -> None:
+        """The same with rows of several texts. `lines` says where the lists of their slots are."""
+        self._wait()
+        self._fill_packed(parts, lines)
+        self._go()
+
+    def _wait(self) -> None:
+        """The copy before this one may still be reading."""
+        if self._copied:
+            self._copied.synchronize()
+
+    def _go(self) -> None:
         self._box.copy_(self._host, non_blocking=True)
         if self._copied:
             self._copied.record()
@@ -376,8 +459,9 @@ class _Graph(_FixedStep):
         compiled: bool,
         exact: bool,
         question: Question | None = None,
+        texts: int = 0,
     ) -> None:
-        super().__init__(model, pool, text, size, span, exact)
+        super().__init__(model, pool, text, size, span, exact, texts)
         self.question = question
         self.model = model
         self.start, self.stop = layers
@@ -399,14 +483,17 @@ class _Graph(_FixedStep):
             last = (self.rows.slots != self.pool.scratch).sum(0, keepdim=True).sub(1).clamp(min=0)
             self.answer = self.question.function(self.output.hidden.index_select(0, last))
 
-    def run(self, numbers: Numbers, tree: Numbers, past: int) -> Scores:
-        """The rows' scores, good until the next run."""
-        self.launch(numbers, tree, past)
-        return self.scores(numbers.shape[1])
+    def share(self, count: int, logits: int, first: int = 0, found: torch.Tensor | None = None) -> Output:
+        """What the last launch left of `count` rows from `first` on, with the logits of their last ones.
 
-    def scores(self, count: int) -> Scores:
-        """Of the first rows, as the last run left them."""
-        return Scores(self.output.logits[:count], self.output.hidden[:count], self.found[:, :count])
+        `found` has what was found of all rows, if it was brought from the device already.
+        """
+        rows = slice(first, first + count)
+        if not logits:
+            return Output(self.output.logits[:0], self.output.hidden[rows], answer=self.answer)
+        last = slice(first + count - logits, first + count)
+        best = (self.found if found is None else found)[:, last]
+        return Output(self.output.logits[last], self.output.hidden[rows], best, self.answer)
 
 
 class _HeadStep(_FixedStep):
@@ -422,6 +509,12 @@ class _HeadStep(_FixedStep):
         self.found = self.function(self.rows, self.hidden)
 
 
+def _bits(mask: Mask) -> Numbers:
+    """Words of 64 bits from a mask."""
+    words: Numbers = np.packbits(mask, axis=1, bitorder="little").view(np.int64)
+    return words
+
+
 def _span(length: int) -> int:
     """The length of text that a graph is made for, if the text has this length."""
     span = FIRST_SPAN
@@ -430,10 +523,10 @@ def _span(length: int) -> int:
     return span
 
 
-def _copy(scores: Scores) -> Scores:
-    """Scores that outlive the next replay."""
-    return Scores(scores.logits.clone(), scores.hidden.clone())
+def _copy(output: Output) -> Output:
+    """An output that outlives the next replay."""
+    return Output(output.logits.clone(), output.hidden.clone())
 
 
-def _join(parts: list[Scores]) -> Scores:
-    return Scores(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))
+def _join(parts: list[Output]) -> Output:
+    return Output(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Items
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from ..draft import Draft, Scores
+from ..errors import InvalidLogits
 from ..models.adapter import FixedRows, Model, Output
-from ..pool import Pool, Rows, Sequence
+from ..picking import Picker
+from ..pool import Packed, Pool, Rows, Sequence
 from .costs import CostCurve
+
+T = TypeVar("T")
 
 See: TypeAlias = "Callable[[torch.Tensor], None]"
 """Shown hidden states [rows, width]; they are good until it returns."""
@@ -27,6 +31,31 @@ class Question(NamedTuple):
     function: Callable[[torch.Tensor], torch.Tensor]  # of its hidden state [1, width]
 
 
+class Work(NamedTuple):
+    """Rows of one text that are to be computed: what to ask `Engine.climb` of whose engine."""
+
+    engine: Engine
+    sequence: Sequence
+    rows: Rows
+    logits: int
+    start: int = 0
+    stop: int | None = None
+    hidden: torch.Tensor | None = None
+    question: Question | None = None
+
+    def do(self) -> Output:
+        """Compute it alone."""
+        return self.engine.climb(*self[1:])
+
+    def goes_with(self, other: Work) -> bool:
+        """Whether the two may share a forward: rows of one pool by the same layers."""
+        return self.engine is other.engine and (self.start, self.stop) == (other.start, other.stop)
+
+
+Asking: TypeAlias = "Generator[Work, Output, T]"
+"""What comes to a T, and asks on its way for work and is sent the output. Whoever runs it may pack several's work."""
+
+
 class Engine:
     """A model and the pool its rows live in."""
 
@@ -40,22 +69,78 @@ class Engine:
         self.costs: CostCurve | None = None  # what steps cost, where it was measured
         self.pool = Pool(model.device)
 
-    def for_one_text(self) -> Engine:
-        """The engine to write a text with: this one, or one apart for models that see whatever the pool holds."""
+    def for_one_text(self, picker: Picker | None = None) -> Engine:
+        """The engine to write a text with: this one, or one apart for models that see whatever the pool holds.
+
+        `picker` will choose its tokens.
+        """
         return self if self.model.branches else Engine(self.model, self.compiled)
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows of several texts one forward takes."""
+        return self.model.chunk
+
+    @property
+    def most_texts(self) -> int:
+        """Of how many texts one forward takes rows."""
+        return self.most_rows if self.model.packs else 1
+
+    def reading(self, sequence: Sequence) -> tuple[int, int]:
+        """How many tokens of text one forward takes, and how many the forward of a draft takes besides."""
+        return self.model.chunk, self.model.chunk
 
     def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
         """Compute the draft's rows, and before them whatever text of the sequence is not computed yet.
 
         The scores are good until the next call. `see` is shown the hidden states of that text, in order.
         """
+        return alone(self.scoring(sequence, draft, see))
+
+    def scoring(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Asking[Scores]:
+        """`score`, by asking for the work."""
         if not (draft.is_chain or self.model.branches):
             raise AssertionError("a branching draft reached a model that takes chains only")
-        self._read(sequence, self.model.chunk, see)
-        output = self.climb(sequence, self.pool.place(sequence, draft), logits=len(draft))
+        most, left = self.reading(sequence)
+        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > left:
+            rows = self.pool.place_text(sequence, min(behind, most))
+            sequence.asked = len(rows)
+            output = yield Work(self, sequence, rows, 0)
+            sequence.asked = 0
+            if see:
+                see(output.hidden)
+        output = yield Work(self, sequence, self.pool.place(sequence, draft), len(draft))
         if see and len(output.hidden) > len(draft):
             see(output.hidden[: -len(draft)])
-        return Scores(output.logits, output.hidden[-len(draft) :])
+        return Scores(output.logits, output.hidden[-len(draft) :], output.found)
+
+    def run(self, works: Items[Work]) -> list[Output | InvalidLogits]:
+        """Compute the works of several texts by the same layers, together. The outputs are good until the next call.
+
+        A dense mask makes a row multiply by zero what it may not see, so one text's NaN would be every text's. Where
+        there is one, texts are computed apart, and whose it is gets an error and is wiped out of the pool.
+        """
+        outputs: list[Output | InvalidLogits] = [*self._run(works)]
+        if not any(_is_nan(output) for output in outputs):
+            return outputs
+        self.pool.wipe([slot for work in works for slot in work.rows.numbers[2]], works[0].start)
+        for place, work in enumerate(works):
+            outputs[place] = output = work.do()
+            if _is_nan(output):
+                self.pool.wipe([*work.rows.numbers[2]], work.start)
+                outputs[place] = InvalidLogits("the model's hidden states contain NaN")
+        return outputs
+
+    def _run(self, works: Items[Work]) -> list[Output]:
+        if len(works) == 1:
+            return [works[0].do()]
+        asked, first = list[int](), 0
+        for work in works:
+            first += len(work.rows)
+            asked += range(first - work.logits, first)
+        rows = Packed([work.rows for work in works])
+        start, stop = works[0].start, works[0].stop
+        return deal(works, self.model.forward(self.pool, rows, asked, start, stop, joined(works), self.compiled))
 
     def guess_with(
         self,
@@ -90,16 +175,39 @@ class Engine:
         output = self.model.forward(self.pool, rows, logits, start, stop, hidden, self.compiled)
         return answered(output, question)
 
-    def _read(self, sequence: Sequence, leave: int, see: See | None = None) -> None:
-        """Compute text before the last token, in chunks, until at most `leave` tokens of it are not computed."""
-        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > leave:
-            rows = self.pool.place_text(sequence, min(behind, self.model.chunk))
-            output = self.model.forward(self.pool, rows, logits=0, compiled=self.compiled)
-            if see:
-                see(output.hidden)
-
 
 @torch.inference_mode()
 def answered(output: Output, question: Question | None) -> Output:
     """The output with the answer to a question, if there is one."""
     return output if question is None else output._replace(answer=question.function(output.hidden[-1:]))
+
+
+def alone(asking: Asking[T]) -> T:
+    """What `asking` comes to, its work done at once."""
+    try:
+        work = next(asking)
+        while True:
+            work = asking.send(work.do())
+    except StopIteration as end:
+        found: T = end.value
+        return found
+
+
+def joined(works: Items[Work]) -> torch.Tensor | None:
+    """Where the layers before have left the rows of all works; None for rows that begin at the first layer."""
+    left = [work.hidden for work in works if work.hidden is not None]
+    return torch.cat(left) if left else None
+
+
+def deal(works: Items[Work], output: Output) -> list[Output]:
+    """Each work's share of what was computed together. Questions are answered too."""
+    asked = [work.logits for work in works]
+    hidden = torch.split(output.hidden, [len(work.rows) for work in works])
+    logits = torch.split(output.logits, asked)
+    found = [None] * len(works) if output.found is None else torch.split(output.found, asked, 1)
+    shares = [Output(*share) for share in zip(logits, hidden, found, strict=True)]
+    return [answered(share, work.question) for share, work in zip(shares, works, strict=True)]
+
+
+def _is_nan(output: Output | InvalidLogits) -> bool:
+    return isinstance(output, Output) and bool(output.hidden.isnan().any())

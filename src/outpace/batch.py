@@ -1,0 +1,162 @@
+"""Texts that are written together: the rows that they ask for go in one forward.
+
+Each text is the loop's, with its own method, sampling and end. Texts join and leave between forwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, TypeAlias
+
+from .draft import Step
+from .loop import Stop, Text, write
+from .methods.base import Method
+from .models.adapter import Output
+from .picking import Sampling
+from .pool import common
+from .runtime.plain import Engine, Work
+
+MOST = 64  # texts that are written at the same time; others wait
+
+Event: TypeAlias = "tuple[int, Step | Exception]"
+"""The number of a text, and its next step, or the error that has ended it."""
+
+
+class Request(NamedTuple):
+    """A text to be written: the arguments of `loop.write`."""
+
+    engine: Engine
+    method: Method
+    prompt: Sequence[int]
+    sampling: Sampling
+    stop: Stop
+
+
+class _Begun:
+    """A text at work."""
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number = number
+        self.prompt = request.prompt
+        self.read = False  # whether its first step is done
+        self.ended = False
+        self.text: Text = write(*request, share=True)
+        self.work: Work  # what it waits for
+
+    def go_on(self, reply: Output | Exception | None) -> list[Step | Exception]:
+        """Its steps until it asks for work again. A reply that is an error ends it, as one of its own does."""
+        found: list[Step | Exception] = []
+        try:
+            item = self.text.throw(reply) if isinstance(reply, Exception) else self.text.send(reply)
+            while isinstance(item, Step):
+                self.read = True
+                found.append(item)
+                item = self.text.send(None)
+            self.work = item
+        except StopIteration:
+            self.ended = True
+        except Exception as error:
+            self.ended = True
+            found.append(error)
+        return found
+
+
+class Writing:
+    """Requests and the texts that come of them, by numbers from 0. As a context manager it leaves no slot taken.
+
+    A text's error is an event of its own; the others go on. A forward that fails ends all texts that had rows in it.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self.most = most
+        self._count = 0
+        self._queue: deque[tuple[int, Request]] = deque()
+        self._texts: dict[int, _Begun] = {}  # the first has waited longest
+
+    def add(self, request: Request) -> int:
+        """Have a text written too, from the next step on or when there is room; its number."""
+        self._queue.append((self._count, request))
+        self._count += 1
+        return self._count - 1
+
+    def cancel(self, number: int) -> None:
+        """End a text now. Its slots come back. Nothing happens to one that has ended."""
+        self._queue = deque(item for item in self._queue if item[0] != number)
+        if number in self._texts:
+            self._texts.pop(number).text.close()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything left to write."""
+        return bool(self._queue or self._texts)
+
+    def step(self) -> list[Event]:
+        """Let texts join, run one forward, and say what came of it."""
+        events = self._admit()
+        if not self._texts:
+            return events
+        pack = self._next_pack()
+        works = [begun.work for begun in pack]
+        replies: Sequence[Output | Exception]
+        try:
+            replies = works[0].engine.run(works)
+        except Exception as error:
+            replies = [error] * len(pack)
+        # At once, before the next forward: outputs are good until then.
+        for begun, reply in zip(pack, replies, strict=True):
+            events += self._go_on(begun, reply)
+        return events
+
+    def _go_on(self, begun: _Begun, reply: Output | Exception | None) -> list[Event]:
+        found = begun.go_on(reply)
+        self._texts.pop(begun.number, None)
+        if not begun.ended:
+            self._texts[begun.number] = begun  # now the last
+        return [(begun.number, item) for item in found]
+
+    def _admit(self) -> list[Event]:
+        """Start what waits, as far as there is room. What begins as a text that is still being read waits for it."""
+        events: list[Event] = []
+        waiting: list[tuple[int, Request]] = []
+        while self._queue and len(self._texts) < self.most:
+            number, request = self._queue.popleft()
+            if any(_worth_waiting(request.prompt, other) for other in self._texts.values()):
+                waiting.append((number, request))
+            else:
+                begun = self._texts[number] = _Begun(number, request)
+                events += self._go_on(begun, None)
+        self._queue.extendleft(reversed(waiting))
+        return events
+
+    def _next_pack(self) -> list[_Begun]:
+        """Those whose work goes in the next forward: the first, and what it goes together with."""
+        first, *others = self._texts.values()
+        pack, engine = [first], first.work.engine
+        room = engine.most_rows - len(first.work.rows)
+        for begun in others:
+            count = len(begun.work.rows)
+            if count <= room and len(pack) < engine.most_texts and begun.work.goes_with(first.work):
+                pack.append(begun)
+                room -= count
+        return pack
+
+    def close(self) -> None:
+        """End all texts."""
+        self._queue.clear()
+        for begun in self._texts.values():
+            begun.text.close()
+        self._texts.clear()
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _worth_waiting(prompt: Sequence[int], other: _Begun) -> bool:
+    """Whether a text had better wait until another is read, because it begins alike for the greater part."""
+    return not other.read and 2 * common(prompt, other.prompt) > len(prompt)

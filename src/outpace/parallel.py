@@ -1,0 +1,379 @@
+"""Lookahead Parallelism: the rows of a draft dealt out to several processes ("ranks"), each with a whole model.
+
+    torchrun --nproc-per-node 4 script.py          decoder = outpace.parallel.load(..., method="lookahead", window=28)
+
+Every rank drafts the same tree, computes a part of it that is closed under ancestors, and chooses tokens as far down as
+it has the rows. Then all tell each other, in one exchange of integers, the best token of each row and what they chose.
+From there on every rank knows what one process would know: the verdict, the next draft and the text are the same
+everywhere. Keys and values stay where they were computed. Accepted rows that a rank did not compute are text that it
+has not computed yet, and go along with its next step.
+
+A rank that dies or hangs ends the run on all others with an error that names it, within `timeout` seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from hashlib import sha256
+from os import PathLike
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from . import __version__
+from .batch import MOST, Request
+from .decoder import DEFAULT_MODEL, Batch, Decoder
+from .decoder import load as load_decoder
+from .draft import NOTHING, Draft, Scores, chain
+from .errors import InputError, InvalidLogits, RankError
+from .methods import Method
+from .picking import Picker
+from .pool import Sequence as Text
+from .runtime.plain import Asking, Engine, See
+from .text import TextStream
+
+TIMEOUT = 120.0
+BOX = 256  # integers of an exchange: a kilobyte from each rank. What does not fit goes in a second one
+PATIENCE = 0.8  # of the timeout: then a rank stops waiting, and all that are left tell each other who is there
+PROBE = 64  # rows that are computed by every rank when it joins, to compare models
+
+
+class Stage(IntEnum):
+    """Where in the work a rank is."""
+
+    JOINING = 0
+    BEGINNING = 1
+    WRITING = 2
+
+
+_WHERE = {Stage.JOINING: "joining", Stage.BEGINNING: "beginning a text", Stage.WRITING: "within a text"}
+
+
+class Ranks:
+    """The processes that torchrun started, as seen by one of them."""
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
+            raise InputError(f"timeout={timeout!r} must be a number of seconds above 0, and finite.")
+        self.timeout = timeout
+        self.device = device  # where integers must lie to be exchanged
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+        except ValueError as error:
+            raise InputError(
+                f"there are no ranks to join ({error}). Start the program with `torchrun --nproc-per-node N`."
+            ) from error
+        except RuntimeError as error:
+            raise RankError(f"not all ranks were there within {timeout:g} s ({_reason(error)}).") from error
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.exchanges = 0
+        self.numbers = 0  # that this rank had to tell, all exchanges together
+        self._store = _get_default_store()
+        self._lost = ""  # why nothing more can be exchanged
+
+    def gather(self, stage: Stage, about: int, numbers: Sequence[int]) -> list[list[int]]:
+        """Tell all ranks some numbers, and hear theirs, by rank. All must be at the same stage, `about` the same."""
+        self.numbers += len(numbers)
+        head = [stage, about, len(numbers)]
+        room = BOX - len(head)
+        boxes = self._exchange([*head, *numbers[:room], *[0] * (room - len(numbers))])
+        for rank, box in enumerate(boxes):
+            if box[0] != boxes[0][0]:
+                where = f"rank 0 is {_WHERE[Stage(boxes[0][0])]}, rank {rank} is {_WHERE[Stage(box[0])]}"
+                raise self._lose(f"the ranks have come apart: {where}. All must run the same program.")
+            if box[1] != boxes[0][1]:
+                raise self._lose(f"the ranks have come apart: rank {rank} drafted something else than rank 0.")
+        told = [box[3 : 3 + box[2]] for box in boxes]
+        longest = max(box[2] for box in boxes)
+        if longest > room:
+            rest = [*numbers[room:], *[0] * (longest - max(room, len(numbers)))]
+            for box, mine, more in zip(boxes, told, self._exchange(rest), strict=True):
+                mine += more[: max(0, box[2] - room)]
+        return told
+
+    def compare(self, stage: Stage, **values: object) -> None:
+        """Raise RankError, on all ranks, where a value is not the same on all."""
+        told = self.gather(stage, 0, [_digest(value) for value in values.values()])
+        for place, name in enumerate(values):
+            others = [str(rank) for rank, digests in enumerate(told) if digests[place] != told[0][place]]
+            if others:
+                whose = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(others)} have"
+                raise RankError(f"{whose} another {name.replace('_', ' ')} than rank 0. All ranks must have the same.")
+
+    def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        if self._lost:
+            raise RankError(self._lost)
+        deadline = monotonic() + self.timeout
+        mine = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        theirs = [torch.empty_like(mine) for _ in range(self.count)]
+        try:
+            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=self.timeout * PATIENCE))
+            found: list[list[int]] = torch.stack(theirs).tolist()
+        except RuntimeError as error:
+            raise self._lose(self._roll_call(deadline, _reason(error))) from error
+        self.exchanges += 1
+        return found
+
+    def _roll_call(self, deadline: float, reason: str) -> str:
+        """Find out who is missing: all who wait in vain say so, and whoever has not by the deadline is gone."""
+        missing = set(range(self.count)) - {self.rank}
+        try:
+            self._store.set(f"outpace: {self.rank} waits", "")
+            while missing and monotonic() < deadline:
+                missing -= {rank for rank in missing if self._store.check([f"outpace: {rank} waits"])}
+                sleep(0.02)
+        except RuntimeError:  # the store went with rank 0, or with torchrun. Rank 0 may have heard all and left
+            missing = {0} if 0 in missing else missing
+        if not missing:
+            return (
+                f"the exchange after {self.exchanges} others failed, and every rank noticed ({reason}): "
+                f"the connection broke, or rank {self.rank} was too slow. Raise the timeout of {self.timeout:g} s."
+            )
+        names = ", ".join(map(str, sorted(missing)))
+        who = f"rank {names} does" if len(missing) == 1 else f"ranks {names} do"
+        return f"{who} not answer any more (seen from rank {self.rank}, timeout {self.timeout:g} s): dead, or too slow."
+
+    def _lose(self, reason: str) -> RankError:
+        self._lost = reason
+        return RankError(reason)
+
+
+class ParallelEngine(Engine):
+    """An engine that computes this rank's share of each draft, and hears the rest from the others."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, picker: Picker | None = None) -> None:
+        self.engine = engine
+        self.ranks = ranks
+        self.picker = picker  # of the text that is written
+        self.model, self.pool, self.compiled = engine.model, engine.pool, engine.compiled
+        self.costs = None  # what a share costs was not measured
+        self.name = f"{engine.name}, {ranks.count} ranks"
+
+    def for_one_text(self, picker: Picker | None = None) -> Engine:
+        return ParallelEngine(self.engine.for_one_text(picker), self.ranks, picker)
+
+    def scoring(self, sequence: Text, draft: Draft, see: See | None = None) -> Asking[Scores]:
+        """Scores with the best token of every row and the target's choices. Logits stay on the rank that has them."""
+        shares = deal(draft, self.ranks.count)
+        share = shares[self.ranks.rank]
+        scores = yield from self.engine.scoring(sequence, _part(draft, share))
+        sequence.share = share
+        about = _digest((draft.tokens, draft.parents))
+        best, chosen = [0] * len(draft), dict[int, int]()
+        # One round, but where two ranks round a near-tie differently: then the path may lead where nobody has gone yet.
+        while not _reaches_an_end(draft, chosen):
+            mine = self._choose(draft, share, scores, sequence.tokens, chosen)
+            pairs = [number for pair in mine.items() for number in pair]
+            told = self.ranks.gather(Stage.WRITING, about, [*scores.best, *pairs])
+            for rows, numbers in reversed([*zip(shares, told, strict=True)]):  # the first rank that has a row decides
+                for row, token in zip(rows, numbers, strict=False):
+                    best[row] = token
+                pairs = numbers[len(rows) :]
+                chosen.update(zip(pairs[::2], pairs[1::2], strict=True))
+        found = torch.tensor([best, [0] * len(best)], dtype=torch.float64)
+        return Scores(scores.logits[:0], scores.hidden[:0], found, chosen)
+
+    def _choose(
+        self, draft: Draft, share: Sequence[int], scores: Scores, text: Sequence[int], chosen: Mapping[int, int]
+    ) -> dict[int, int]:
+        """By row, what the target chooses beyond what is `chosen`, as far down as this rank has the rows."""
+        assert self.picker is not None
+        places = {row: place for place, row in enumerate(share)}
+        found: dict[int, int] = {}
+        prefix = list(text)
+        row: int | None = 0
+        while row is not None and (row in chosen or row in places):
+            if row not in chosen:
+                proposals = [(draft.tokens[child], draft.proposal(child)) for child in draft.children[row]]
+                try:
+                    found[row] = self.picker.choose_after(places[row], scores, prefix, proposals)
+                except InvalidLogits:  # perhaps beyond the end of the text: then nobody will ask
+                    found[row] = NOTHING
+            token = chosen.get(row, found.get(row, NOTHING))
+            prefix.append(token)
+            row = draft.child(row, token)
+        return found
+
+
+class ParallelDecoder(Decoder):
+    """A decoder that writes together with those of the other ranks. All must be asked for the same, in the same order.
+
+    Lookahead and prompt-lookup can be dealt out. A user's logits processors cannot, because they may keep state.
+    """
+
+    def __init__(self, decoder: Decoder, ranks: Ranks) -> None:
+        vars(self).update(vars(decoder))
+        self.ranks = ranks
+        self.engine = ParallelEngine(decoder.engine, ranks)
+        self.method = self.prepare(decoder.method)
+        model = decoder.model
+        self.ranks.compare(
+            Stage.JOINING,
+            version_of_Outpace=__version__,
+            kind_of_model=(model.layers, model.width, model.vocabulary, model.context),
+            dtype=model.dtype,
+            runtime=decoder.engine.name,
+            model=_probe(decoder.engine),
+            ends_of_text=self.ends,
+        )
+
+    def prepare(self, method: str | Method, **settings: object) -> Method:
+        """As `Decoder.prepare`, for methods whose drafts can be dealt out."""
+        ready = super().prepare(method, **settings)
+        if not ready.dealt:
+            raise InputError(
+                f"{ready.name} cannot be dealt out to ranks: that needs trees, and guesses from tokens alone. Chains "
+                "have nothing to deal out, and hidden states are only where they were computed. Use lookahead or "
+                "prompt-lookup."
+            )
+        return ready
+
+    def request(self, prompt: Any, **options: Any) -> tuple[Request, TextStream | None]:
+        """As `Decoder.request`. All ranks must ask for the same."""
+        request, text = super().request(prompt, **options)
+        if request.sampling.processors:
+            raise InputError(
+                "logits processors cannot be used on several ranks: each would be called for some of the tokens only."
+            )
+        self.ranks.compare(
+            Stage.BEGINNING,
+            prompt=request.prompt,
+            max_new_tokens=options.get("max_new_tokens"),
+            sampling=request.sampling,
+            list_of_stop_strings=options.get("stop"),
+            method=request.method,
+        )
+        return request, text
+
+    def batch(self, most: int = MOST) -> Batch:
+        """Refused: ranks hold different rows, so they would pack different forwards."""
+        raise InputError("a batch cannot be dealt out to ranks. Give one prompt at a time.")
+
+
+def load(
+    model: Any = DEFAULT_MODEL,
+    tokenizer: Any = None,
+    *,
+    device: str | None = None,
+    timeout: float = TIMEOUT,
+    **options: Any,
+) -> ParallelDecoder:
+    """`outpace.load` in a program that torchrun started, each rank on a GPU of its own where there are any."""
+    if isinstance(model, str | PathLike):
+        device = device or local_device()
+    return join(load_decoder(model, tokenizer, device=device, **options), timeout)
+
+
+def join(decoder: Decoder, timeout: float = TIMEOUT) -> ParallelDecoder:
+    """The decoder, to write together with the other ranks. A rank that is silent for `timeout` seconds is an error."""
+    return ParallelDecoder(decoder, Ranks(decoder.model.device, timeout))
+
+
+def local_device() -> str | None:
+    """The GPU for this rank; None where there is no GPU."""
+    return f"cuda:{dist.get_node_local_rank(0)}" if torch.cuda.is_available() else None
+
+
+def deal(draft: Draft, count: int) -> list[tuple[int, ...]]:
+    """For each of `count` ranks its rows of the draft: all rows are dealt out, and each goes with its ancestors.
+
+    Paths go out in the order of the tree, so that neighbours share their beginning. The largest share is as small as
+    that allows.
+
+    >>> from .draft import Tree
+    >>> tree = Tree(7)
+    >>> for path in ([1, 2], [1, 3], [4, 5]):
+    ...     _ = tree.insert(path, "")
+    >>> deal(tree.draft(), 2)
+    [(0, 1, 2, 3), (0, 4, 5)]
+    """
+    below: list[list[int]] = [[] for _ in draft.tokens]
+    for row in range(1, len(draft)):
+        below[draft.parents[row]].append(row)
+    leaves: list[int] = []
+    sizes: list[tuple[int, int]] = []  # of each leaf's path: rows that the path before it has not, and all rows
+    waiting, seen = [0], 0
+    while waiting:
+        row = waiting.pop()
+        seen += 1
+        if not below[row]:
+            leaves.append(row)
+            sizes.append((seen, draft.depths[row] + 1))
+            seen = 0
+        waiting += reversed(below[row])
+
+    def cut(most: int) -> list[int]:
+        """The leaf that each share begins with, if none may be larger than that."""
+        starts = [0]
+        size = 0
+        for leaf, (more, alone) in enumerate(sizes):
+            size += more
+            if size > most:
+                starts.append(leaf)
+                size = alone
+        return starts
+
+    low, high = max(max(draft.depths) + 1, -(-len(draft) // count)), len(draft)  # the longest path goes to one rank
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
+    starts = cut(high)
+    parts = [leaves[start:stop] for start, stop in zip(starts, [*starts[1:], len(leaves)], strict=True)]
+    return [_with_ancestors(draft, part) for part in parts] + [(0,)] * (count - len(parts))
+
+
+def _with_ancestors(draft: Draft, leaves: Sequence[int]) -> tuple[int, ...]:
+    rows: set[int] = set()
+    for row in leaves:
+        while row >= 0 and row not in rows:
+            rows.add(row)
+            row = draft.parents[row]
+    return tuple(sorted(rows))
+
+
+def _part(draft: Draft, rows: Sequence[int]) -> Draft:
+    """The rows of a draft as a draft of their own."""
+    places = {row: place for place, row in enumerate(rows)}
+    return Draft(
+        tokens=tuple(draft.tokens[row] for row in rows),
+        parents=tuple(places.get(draft.parents[row], -1) for row in rows),
+        candidates=sum(row < draft.candidates for row in rows),
+        sources=tuple(draft.sources[row] for row in rows),
+    )
+
+
+def _reaches_an_end(draft: Draft, chosen: Mapping[int, int]) -> bool:
+    """Whether the path of the choices ends at a choice that no row carries."""
+    row: int | None = 0
+    while row is not None and row in chosen:
+        row = draft.child(row, chosen[row])
+    return row is None
+
+
+def _probe(engine: Engine) -> list[int]:
+    """What the model says after each token of a fixed text."""
+    model = engine.model
+    count = min(PROBE, model.room(0) + 1)
+    text = [(7 + 31 * place) % model.vocabulary for place in range(count)]
+    with engine.pool.sequence(text[:1]) as sequence:
+        return list(engine.score(sequence, chain(text[0], text[1:], "")).best)
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(sha256(repr(value).encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
