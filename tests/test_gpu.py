@@ -187,7 +187,8 @@ def test_exact_attention_has_the_same_bits_wherever_the_text_ends(
         slots = torch.full((rows,), scratch, device="cuda")
         slots[:count] = text[past : past + count]
         length = torch.tensor([past], device="cuda")
-        lists = (text, length, positions, slots, tree, 2048)
+        unused = torch.zeros(1, dtype=torch.long, device="cuda")
+        lists = (text[None], length, unused, unused, positions, slots, tree, 2048, 0)
         return torch.ops.outpace.slot_attention(query[:, :, positions], keys, values, *lists, *options)[0, :count]
 
     alone = torch.stack([attend(past, 1)[0] for past in range(1500 + ahead)])
