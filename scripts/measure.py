@@ -35,6 +35,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from outpace import (
+    AdaDecode,
     Amphista,
     Autoregressive,
     Decoder,
@@ -46,6 +47,7 @@ from outpace import (
     Method,
     PromptLookup,
     Sampling,
+    SelfSpeculative,
 )
 from outpace.bench.calibration import calibrate
 from outpace.bench.prompts import PROMPTS
@@ -158,8 +160,11 @@ def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
     seed = unit["seed"]
     small = seed is not None
     sampling = Sampling() if seed is None else Sampling(temperature=0.8, top_p=0.95, seed=seed)
+    options: dict[str, Any] = {"max_new_tokens": unit.get("new_tokens", NEW_TOKENS), "sampling": sampling}
     if unit.get("only") == "heads":
         methods: list[Method] = [METHODS[name](rows=16 if small else 64) for name in HEADS]
+    elif unit.get("only") == "exits":
+        methods = [AdaDecode(exits="8,16,24", control="fixed", gamma=0.4), SelfSpeculative(exit=20, length=3)]
     else:
         methods = [
             Jacobi(window=4 if small else 16),
@@ -167,14 +172,12 @@ def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
             Lookahead(window=5, ngram=4, guesses=5) if small else Lookahead(),
             DraftModel(model=first_layers(4), length=3),
         ]
-    plain = _decoder.generate(prompt, method=PLAIN, max_new_tokens=NEW_TOKENS, sampling=sampling).token_ids
+    plain = _decoder.generate(prompt, method=PLAIN, **options).token_ids
     found = {}
     if seed is None:
-        found["transformers"] = transformers_generate(prompt) == plain
+        found["transformers"] = transformers_generate(prompt)[: options["max_new_tokens"]] == plain
     for method in methods:
-        ready = _decoder.prepare(method)
-        tokens = _decoder.generate(prompt, method=ready, max_new_tokens=NEW_TOKENS, sampling=sampling).token_ids
-        found[method.name] = tokens == plain
+        found[method.name] = _decoder.generate(prompt, method=_decoder.prepare(method), **options).token_ids == plain
     return {**unit, "tokens": len(plain), "equal": found}
 
 
@@ -285,7 +288,7 @@ def batch_unit(unit: dict[str, Any]) -> dict[str, Any]:
     alone: list[list[int]] = []
     for most, (name, method) in itertools.product(BATCHES, BATCH.items()):
         start = time.process_time()
-        written, seconds = written_together(_decoder, method, texts, most, unit["tokens"])
+        written, seconds = written_together(_decoder, method, texts, most, unit["new_tokens"])
         alone = alone or written
         same = sum(text == expected for text, expected in zip(written, alone, strict=True))
         found[f"{name}, {most}"] = [sum(map(len, written)), seconds, time.process_time() - start, same]
@@ -359,7 +362,7 @@ def key(unit: dict[str, Any]) -> str:
         "sized",
         "runtime",
         "temperature",
-        "tokens",
+        "new_tokens",
     )
     return json.dumps([unit.get(name) for name in names])
 
@@ -475,11 +478,11 @@ def main() -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="for steps and clock a method, or the beginning of some methods' names; for equal: heads",
+        help="for steps and clock a method, or the beginning of some methods' names; for equal: heads, exits",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="for steps; each question is a seed")
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock and batch")
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each text, for batch")
+    parser.add_argument("--tokens", type=int, default=0, help="new tokens of each text, for batch (48) and equal (128)")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
@@ -504,6 +507,7 @@ def main() -> None:
     if arguments.what == "equal":
         seeds = [None, *SEEDS]
         only = {"only": arguments.only} if arguments.only else {}
+        only |= {"new_tokens": arguments.tokens} if arguments.tokens else {}
         units = [{"prompt": index, "seed": seed, **only} for seed in seeds for index in range(len(prompts()))]
         table = equal_table(run(units, equal_unit, arguments))
     elif arguments.what == "steps":
@@ -522,7 +526,7 @@ def main() -> None:
         table = steps_table([{**row, "method": name, "steps": row["steps"][name]} for name in chosen for row in found])
     elif arguments.what == "batch":
         units = [
-            {"prompt": 8, "repeat": repeat, "runtime": arguments.runtime, "tokens": arguments.tokens}
+            {"prompt": 8, "repeat": repeat, "runtime": arguments.runtime, "new_tokens": arguments.tokens or 48}
             for repeat in range(arguments.repeats)
         ]
         table = batch_table(run(units, batch_unit, arguments))
