@@ -5,7 +5,8 @@ READY := .venv/.ready
 .PHONY: demo test test-all lint format clean
 
 demo: $(READY)
-	$(BIN)/outpace race --page out/race.html
+	$(BIN)/outpace race --methods autoregressive,jacobi,prompt-lookup,lookahead,amphista,adadecode \
+		--set adadecode.control=fixed --set adadecode.exits=24 --page out/race.html
 
 test: $(READY)
 	$(BIN)/pytest -m "not slow"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -235,3 +237,14 @@ def test_bad_plans_are_refused() -> None:
     for options in ({}, {"updates": 1, "minutes": 1.0}, {"updates": 1, "hard": 2.0}, {"updates": 1, "rate": 0.0}):
         with pytest.raises(InputError):
             Plan(**options)
+
+
+def test_several_processes_train_the_same_heads_together(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    subprocess.run([*launch, "-m", "tests.team", str(tmp_path)], check=True, capture_output=True, timeout=240)
+    told = {(tmp_path / f"process-{number}.txt").read_text() for number in range(2)}
+    assert len(told) == 1  # the same weights
+    assert told.pop().startswith("2 24 ")  # two processes, all answers
+    assert len(list((tmp_path / "answers").iterdir())) == 6
+    stored = json.loads((tmp_path / "exits" / "config.json").read_text())["training"]
+    assert (stored["processes"], stored["updates"]) == (2, 4)

@@ -24,10 +24,10 @@ _PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[..., None]]:
+def progress_bar(what: str, shown: bool = True) -> Iterator[Callable[..., None]]:
     """A bar on standard error; the function it gives is told which share is finished, and maybe what to write."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda share, text=what: progress.update(task, completed=share, description=text)
 

@@ -536,15 +536,20 @@ def train(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Train heads that draft, on the model's own answers. Ends with a table of held-out accuracies."""
+    """Train heads that draft, on the model's own answers. Ends with a table of held-out accuracies.
+
+    On several GPUs: accelerate launch -m outpace train ...
+    """
     from .board import console_for_output
     from .chart import check_plot, print_accuracies, progress_bar, save_accuracies
     from .training.data import read_prompts
     from .training.run import Answers, make_heads, open_out
     from .training.run import answers as get_answers
     from .training.run import train as run
+    from .training.team import Team
     from .training.trainer import Plan
 
+    team = Team()
     plan = Plan(updates, minutes, tokens, rate, vector_rate, weight, hard, seed=seed)
     how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
     given = _grouped(kinds, settings, "kind of heads to train", "KIND.NAME=VALUE, as in --set amphista.stages=1")
@@ -552,16 +557,22 @@ def train(
     texts = read_prompts(prompts)
     check_plot(plot)
     open_out(out, resume)  # before anything that takes long
-    decoder, loaded = _load_both(model, dtype, device)
+    decoder, loaded = _load_both(model, dtype, device or team.device)
     ends = decoder.model.ends()
     heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
-    with progress_bar("answering") as show:
-        train_on, held = get_answers(decoder, loaded, texts, answers or out / "answers", how, show)
+    with progress_bar("answering", team.leads) as show:
+        train_on, held = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team)
     made_by = {"prompts": prompts.name, **asdict(how)}
-    with progress_bar("training") as show:
+    with progress_bar("training", team.leads) as show:
         found = run(
-            *(loaded, decoder.model, heads, train_on, held, plan, out), resume=resume, made_by=made_by, show=show
+            *(loaded, decoder.model, heads, train_on, held, plan, out),
+            resume=resume,
+            made_by=made_by,
+            show=show,
+            team=team,
         )
+    if not team.leads:
+        return
     accuracies = {name: part.tolist() for name, part in found.items()}
     if plot is not None:
         save_accuracies(accuracies, plot)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from ..errors import InputError
 from ..heads.storing import read_tensors
 from ..models.whole import batched_decoding
+from .team import Team
 
 LONGEST_PROMPT = 512
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of one batch after another; 0 is greedy
@@ -71,14 +72,19 @@ def write_answers(
     seed: int = 0,
     show: Callable[[int, int], None] = lambda done, total: None,
     enough: Callable[[], bool] = lambda: False,
+    team: Team | None = None,
 ) -> None:
-    """Let the model answer all prompts, a batch at a time, a file each. Batches that are there are not done again."""
+    """Let the model answer all prompts, a batch at a time, a file each. Batches that are there are not done again.
+
+    The processes of a team do some of the batches each, and wait for each other at the end.
+    """
+    team = team or Team()
     folder.mkdir(parents=True, exist_ok=True)
     fitting = sorted((prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT), key=len)
     batches = [fitting[start : start + batch] for start in range(0, len(fitting), batch)]
     order = list(range(len(batches)))
     random.Random(seed).shuffle(order)  # a run that is cut short has seen prompts of all lengths
-    for done, number in enumerate(order):
+    for done, number in team.share(enumerate(order)):
         show(done, len(batches))
         file = folder / f"answers-{number:04}.safetensors"
         if file.exists():
@@ -97,6 +103,7 @@ def write_answers(
             half,
         )
         half.replace(file)
+    team.wait()
     show(len(batches), len(batches))
 
 

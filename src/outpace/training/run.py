@@ -21,6 +21,7 @@ from ..heads.trees import best_tree
 from ..models.adapter import Ends
 from ..models.whole import last_layers, layer_sizes, layers_of
 from .data import Text, read_answers, write_answers
+from .team import Team
 from .trainer import Plan, Trainer
 
 TREE = 256  # nodes that are stored
@@ -64,13 +65,16 @@ def answers(
     folder: Path,
     how: Answers,
     show: Show = lambda share, text: None,
+    team: Team | None = None,
 ) -> tuple[list[Text], list[Text]]:
     """Texts to train on and held-out ones, written by the model where the folder does not have them yet."""
+    team = team or Team()
     if len(prompts) <= how.held_out:
         raise InputError(f"{len(prompts)} prompts are too few to hold {how.held_out} out. Lower --held-out.")
     about = {"base": fingerprint(decoder.model), "prompts": len(prompts), **asdict(how)}
     about.pop("minutes")
-    _claim(folder, about)
+    with team.one_first():
+        _claim(folder, about)
     shuffled = list(prompts)
     random.Random(how.seed).shuffle(shuffled)
     encoded = [decoder.encode(prompt) for prompt in shuffled]
@@ -79,7 +83,7 @@ def answers(
     def enough() -> bool:
         return how.minutes > 0 and time.perf_counter() - begun > 60 * how.minutes
 
-    common: dict[str, Any] = {"batch": how.batch, "new_tokens": how.new_tokens}
+    common: dict[str, Any] = {"batch": how.batch, "new_tokens": how.new_tokens, "team": team}
     ends = sorted(decoder.ends)
     for number in range(how.rounds + 1):
         name = "held-out" if number == 0 else f"round-{number}"
@@ -143,10 +147,11 @@ def train(
     resume: bool = False,
     made_by: Mapping[str, Any] | None = None,
     show: Show = lambda share, text: None,
+    team: Team | None = None,
 ) -> dict[str, torch.Tensor]:
     """Train heads together and write each to its folder in `out`; their held-out accuracies [heads, ranks] by name."""
     checkpoint = open_out(out, resume)
-    trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan)
+    trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan, team)
     if checkpoint.exists():
         trainer.resume(checkpoint)
     trainer.run(texts, show, checkpoint)
@@ -156,6 +161,7 @@ def train(
     training = {
         "plan": asdict(plan),
         "answers": {**(made_by or {}), "count": len(texts), "tokens": tokens},
+        "processes": trainer.team.count,
         "updates": trainer.progress.update,
         "seconds": round(trainer.progress.seconds),
     }
@@ -165,6 +171,9 @@ def train(
             about = Stored(base, found, [], training, trainer.calibration(part, held_out))
         else:
             about = Stored(base, found, [list(path) for path in best_tree(found, TREE)], training)
-        save(part, about, out / name)
-    checkpoint.unlink(missing_ok=True)
+        if trainer.team.leads:
+            save(part, about, out / name)
+    if trainer.team.leads:
+        checkpoint.unlink(missing_ok=True)
+    trainer.team.wait()
     return accuracies

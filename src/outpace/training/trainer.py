@@ -25,6 +25,7 @@ from ..models.adapter import Ends
 from ..models.whole import states_behind
 from .data import Batch, Text, batches
 from .muon import Muon
+from .team import Team
 
 CHUNK = 4096  # positions whose logits are there at a time
 RANKS = 10  # guesses of a head that are counted
@@ -74,7 +75,10 @@ class Progress:
 class Trainer:
     """Heads by name, and what they learn from."""
 
-    def __init__(self, model: Any, norm: str, ends: Ends, heads: Mapping[str, Heads], plan: Plan) -> None:
+    def __init__(
+        self, model: Any, norm: str, ends: Ends, heads: Mapping[str, Heads], plan: Plan, team: Team | None = None
+    ) -> None:
+        self.team = team or Team()
         self.model = model.requires_grad_(False)
         self.norm = norm
         self.ends = ends
@@ -99,12 +103,13 @@ class Trainer:
         if self.progress.update == 0:
             for part in self.heads.values():
                 part.fit(self._examples(part, texts), self.ends)
+                self.team.agree(part.parameters())
         last_save = time.perf_counter()
         for batch in self._endless(texts):
             start = time.perf_counter()
             self._update(batch.to(self.device))
             self.progress.update += 1
-            self.progress.seconds += time.perf_counter() - start
+            self.progress.seconds = self.team.mean(self.progress.seconds + time.perf_counter() - start)
             share = self._share()
             show(min(share, 1.0), self._summary())
             if checkpoint and (share >= 1 or time.perf_counter() - last_save > 60 * self.plan.save_every):
@@ -116,7 +121,7 @@ class Trainer:
     def _endless(self, texts: Sequence[Text]) -> Iterator[Batch]:
         rng = random.Random(self.plan.seed + self.progress.update)
         while True:
-            yield from batches(texts, self.plan.tokens, rng)
+            yield from self.team.share(batches(texts, self.plan.tokens, rng))
 
     def _share(self) -> float:
         plan, progress = self.plan, self.progress
@@ -149,6 +154,7 @@ class Trainer:
         for name, optimizers in self.optimizers.items():
             if states[name].requires_grad:  # else all that learns lies behind the states
                 torch.autograd.backward(states[name], leaves[name].grad)
+            self.team.average(weight.grad for weight in self.heads[name].parameters() if weight.grad is not None)
             torch.nn.utils.clip_grad_norm_(self.heads[name].parameters(), self.plan.clip)
             for optimizer, peak in optimizers:
                 for group in optimizer.param_groups:
@@ -238,6 +244,8 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """All that is needed to go on, whole or not at all."""
+        if not self.team.leads:
+            return
         state = {
             "progress": vars(self.progress),
             "heads": {name: part.state_dict() for name, part in self.heads.items()},
