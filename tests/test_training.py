@@ -239,6 +239,7 @@ def test_bad_plans_are_refused() -> None:
             Plan(**options)
 
 
+@pytest.mark.slow
 def test_several_processes_train_the_same_heads_together(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     subprocess.run([*launch, "-m", "tests.team", str(tmp_path)], check=True, capture_output=True, timeout=240)
