@@ -31,18 +31,12 @@ from outpace import Decoder, Lookahead, load
 from outpace import parallel as ranked
 from outpace.bench.prompts import PROMPTS
 from outpace.chart import check_plot, save_windows
+from outpace.methods.lookahead import PUBLISHED
+from outpace.reproduce.scaling import Point, fit
 
 NGRAM = 5
 WINDOW = 3  # of one rank
 RANKS = (1, 2, 4, 8)
-PUBLISHED: dict[str, Any] = {
-    "prompt_pool": False,
-    "verify_window": False,
-    "verify_early": False,
-    "longest_key": 1,
-    "reach": 0,
-    "recycle": False,
-}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -78,38 +72,15 @@ def windows(arguments: argparse.Namespace) -> None:
     for ranks in RANKS:
         chosen = [row for row in done if row["ranks"] == ranks and row["prompt"] < len(texts)]
         points.append((WINDOW * ranks, sum(row["tokens"] for row in chosen) / sum(row["steps"] for row in chosen)))
-    alpha, often = fit(points)
-    table = Table("ranks", "W = G", "tokens a step", f"Eq. 7 with α = {alpha:.3f}, f = {often:.2f}")
+    law = fit([Point(NGRAM, width, 0.0, tokens) for width, tokens in points])
+    name = f"Eq. 7, α = {law.alpha:.3f}, f = {law.scarcity:.2f}"
+    table = Table("ranks", "W = G", "tokens a step", name)
     for ranks, (width, tokens) in zip(RANKS, points, strict=True):
-        table.add_row(str(ranks), str(width), f"{tokens:.3f}", f"{predicted(width, alpha, often):.3f}")
+        table.add_row(str(ranks), str(width), f"{tokens:.3f}", f"{law.tokens(NGRAM, width):.3f}")
     Console().print(table)
     if arguments.plot:
-        line = [(width, predicted(width, alpha, often)) for width in range(1, 2 * points[-1][0])]
-        save_windows(points, line, f"Eq. 7, α = {alpha:.3f}, f = {often:.2f}", arguments.plot)
-
-
-def expected(width: float, alpha: float) -> float:
-    """Eq. 5: tokens of a step that has `width` candidates, each token of which is right with chance `alpha`."""
-    return NGRAM - sum((1 - alpha**length) ** width for length in range(1, NGRAM))
-
-
-def predicted(width: float, alpha: float, often: float) -> float:
-    """Eq. 7: one step in `often` has candidates."""
-    return (often - 1 + expected(width, alpha)) / often
-
-
-def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """The α and f of Eq. 7 with the least squared error. For a given α the best f has a closed form."""
-    best = (float("inf"), 0.0, 1.0)
-    for step in range(1, 1000):
-        alpha = step / 1000
-        gains = [expected(width, alpha) - 1 for width, _ in points]
-        share = sum(gain * (tokens - 1) for gain, (_, tokens) in zip(gains, points, strict=True))
-        share = min(1.0, share / sum(gain * gain for gain in gains))  # 1 / f
-        if share > 0:
-            error = sum((predicted(width, alpha, 1 / share) - tokens) ** 2 for width, tokens in points)
-            best = min(best, (error, alpha, 1 / share))
-    return best[1], best[2]
+        line = [(width, law.tokens(NGRAM, width)) for width in range(1, 2 * points[-1][0])]
+        save_windows(points, line, name, arguments.plot)
 
 
 @contextlib.contextmanager
