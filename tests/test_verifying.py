@@ -63,7 +63,7 @@ def test_one_step_over_a_tree_has_the_targets_distribution(rule: str, kind: str)
     target = torch.randn(WORDS, generator=generator)
     q = torch.randn(WORDS, generator=generator).softmax(-1, dtype=torch.float64)
     counts = torch.zeros(WORDS)
-    for seed in range(4000):
+    for seed in range(3000):
         guesses = torch.multinomial(q, 2, generator=generator).tolist() if kind == "drawn" else [1, 3]
         tree = Tree(0)
         for guess in guesses:
