@@ -19,7 +19,9 @@ import argparse
 import copy
 import gzip
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -352,14 +354,13 @@ def warm_up(decoder: Decoder, runs: list[Callable[[list[int]], Run]], questions:
     """Capture the graphs that a run may need: of all sizes, and those of heads and exits on some prompts."""
     engine = decoder.engine
     assert isinstance(engine, GraphEngine)
-    lengths = sorted(len(decoder.encode(question["text"])) for question in questions)
-    for length in range(0, lengths[-1] + NEW_TOKENS, FIRST_SPAN):
+    prompts = sorted((decoder.encode(question["text"]) for question in questions), key=len)
+    for length in range(0, len(prompts[-1]) + NEW_TOKENS, FIRST_SPAN):
         for rows in engine.sizes:
             engine._graph(rows, length + 1)
-    by_length = sorted(questions, key=lambda question: len(decoder.encode(question["text"])))
-    for question in by_length[:: len(by_length) // 4] + by_length[-1:]:
+    for prompt in prompts[:: max(1, len(prompts) // 4)] + prompts[-1:]:
         for run in runs:
-            run(decoder.encode(question["text"]))
+            run(prompt)
 
 
 class Run(NamedTuple):
@@ -475,8 +476,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
         )
         heads = heads_for(paper, adapted, arguments.times, given)
         findings = PAPERS[paper](lab, **({"heads": heads} if heads else {}))
-        command = f"python scripts/gpu_session.py reproduce --each {arguments.each} --times {arguments.times}"
-        page = findings.save(arguments.out, name, command)
+        page = findings.save(arguments.out, name, shlex.join(["python", *sys.argv]))
         print(page.read_text())
         print(f"{paper}: {time.perf_counter() - start:.0f} s")
 
@@ -502,7 +502,8 @@ EXITS = "4,8,12,16,20,24,28"
 def exits(arguments: argparse.Namespace) -> None:
     """Exits with both orders of norm and T, and with output matrices of their own; then for one domain alone.
 
-    All are trained for the same time. What is printed is their top-1 accuracy on held-out greedy answers.
+    --minutes is the time for a domain or for output matrices; the mixed ones get three times as long, the orders half.
+    What is printed is their top-1 accuracy on held-out greedy answers.
     """
     model, tokenizer = load(arguments.model, DTYPE, DEVICE)
     decoder = Decoder(model, tokenizer, runtime="plain", method="autoregressive")

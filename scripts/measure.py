@@ -146,10 +146,10 @@ def prompts() -> list[tuple[str, str]]:
     return [(task, prompt) for task, group in PROMPTS.items() for prompt in group[:5]]
 
 
-def transformers_generate(prompt: list[int], **options: Any) -> list[int]:
+def transformers_generate(prompt: list[int], max_new_tokens: int = NEW_TOKENS, **options: Any) -> list[int]:
     ids = torch.tensor([prompt], device=_decoder.model.device)
     output = _model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, **options
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, **options
     )
     return output[0, ids.shape[1] :].tolist()
 
@@ -175,7 +175,7 @@ def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
     plain = _decoder.generate(prompt, method=PLAIN, **options).token_ids
     found = {}
     if seed is None:
-        found["transformers"] = transformers_generate(prompt)[: options["max_new_tokens"]] == plain
+        found["transformers"] = transformers_generate(prompt, options["max_new_tokens"]) == plain
     for method in methods:
         found[method.name] = _decoder.generate(prompt, method=_decoder.prepare(method), **options).token_ids == plain
     return {**unit, "tokens": len(plain), "equal": found}
