@@ -14,6 +14,7 @@ and `kernels.finish` goes on from there, row by row, down the row's own ancestor
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -35,31 +36,24 @@ class SlotLists(NamedTuple):
     window: int = 0  # how many positions back a row sees; 0: all
 
 
-class Shape(NamedTuple):
-    """How `kernels.part` divides its work."""
-
-    tile: int  # rows × query heads
-    warps: int
-    split: int  # positions that one program walks
-
-
 INTERPRET = False  # for tests without a GPU: run the kernels in Triton's interpreter
 LOG2_E = 1.4426950408889634
 BLOCK = 64  # keys at a time
 HEADS = 16  # the most query heads of one key head in a tile
-CHUNK = 16  # splits that are merged at a time
+CHUNK = 32  # the most splits that are merged at a time
+WARPS = 4
+STAGES = 3  # blocks of keys and values that are on their way or at work, where there is shared memory for them
+SPARE = 4096  # bytes of it for other things
+SPLIT = 256  # positions that one program walks in exact mode: bits depend on it
 
 
-def shape_for(rows: int, span: int, exact: bool) -> Shape:
-    """A division of work that is quick for so many rows and a text up to `span`: about twenty splits of it.
+def split_for(tiles: int, span: int, processors: int) -> int:
+    """How many positions one program walks, so that the programs of so many tiles run all at once.
 
-    In exact mode bits depend on it, so it depends on nothing but the number of rows, which is constant there.
+    Two of them run on one multiprocessor. One split of each tile is for what rows see of each other.
     """
-    if exact:
-        return Shape(64 if rows >= 16 else 16, 4, 256)
-    if rows <= 4:
-        return Shape(16, 4, max(64, span // 16))
-    return Shape(64 if rows > 8 else 32, 4, max(128 if rows <= 64 else 256, span // 16))
+    splits = max(1, 2 * processors // tiles - 1)
+    return -(-span // (splits * BLOCK)) * BLOCK
 
 
 @torch.library.custom_op("outpace::slot_attention", mutates_args=())
@@ -138,19 +132,24 @@ def _launch(
     groups = heads // keys.shape[1]
     group = min(groups, HEADS)  # query heads in a tile
     units = keys.shape[1] * cdiv(groups, group)  # groups of query heads that share keys
-    shape = shape_for(rows, lists.span, lists.exact)
-    programs = cdiv(rows, shape.tile // group)
     parts = 1  # of a tile of `tiles`, where the heads are too many for one
     if lists.packed:
-        shape = shape._replace(tile=min(64, max(16, next_power_of_2(lists.packed * group))))
-        parts = cdiv(lists.packed, shape.tile // group)
+        tile = min(64, max(16, next_power_of_2(lists.packed * group)))
+        parts = cdiv(lists.packed, tile // group)
         programs = len(lists.tiles) // 2 * parts
-    text_splits = cdiv(lists.span, shape.split)
-    splits = text_splits + (0 if lists.exact else cdiv(rows, shape.split))
+    else:
+        tile = 64 if lists.exact or rows > 8 else 32 if rows > 4 else 16
+        programs = cdiv(rows, tile // group)
+    padded = next_power_of_2(size)
+    processors, memory = _device(query.device)
+    split = SPLIT if lists.exact else split_for(programs * units, lists.span, processors)
+    stages = ((memory - SPARE) // (padded * query.element_size()) - tile) // (2 * BLOCK)
+    pace = {"num_warps": WARPS, "num_stages": max(1, min(stages, STAGES))}
+    text_splits = cdiv(lists.span, split)
+    splits = text_splits + (0 if lists.exact else cdiv(rows, split))
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
     peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
     mixed = query.new_empty(1, rows, heads, size)
-    padded = next_power_of_2(size)
     common = {
         "SIZE": size,
         "PADDED": padded,
@@ -166,30 +165,39 @@ def _launch(
     factor = scaling * LOG2_E  # scores in powers of two
     kernels.part[(programs, units, splits)](
         *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, lists.tree),
-        *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, shape.split, factor),
+        *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, split, factor),
         *(lists.whose, lists.tiles, lists.text.stride(0), len(lists.tiles) // 2),
-        TILE=shape.tile,
+        TILE=tile,
         PARTS=parts,
         PACKED=lists.packed > 0,
         EXACT=lists.exact,
         **common,
-        num_warps=shape.warps,
+        **pace,
     )
     if lists.exact:
         kernels.finish[(rows, units)](
             *(query, keys, values, lists.text, lists.length, lists.positions, lists.tree, lists.tree.stride(0)),
-            *(sums, peaks, mixed, *strides, rows, heads, splits, shape.split, factor),
-            TILE=shape.tile,  # as in `part`: another tile adds up in another order
+            *(sums, peaks, mixed, *strides, rows, heads, splits, split, factor),
+            TILE=tile,  # as in `part`: another tile adds up in another order
             **common,
-            num_warps=shape.warps,
+            **pace,
         )
     else:
+        chunk = min(CHUNK, next_power_of_2(splits))
         kernels.merge[(rows, heads)](
-            *(lists.length, sums, peaks, mixed, rows, heads, splits, text_splits, shape.split, lists.whose),
-            PACKED=lists.packed > 0,
+            *(sums, peaks, mixed, rows, heads, splits),
             SIZE=size,
             PADDED=padded,
-            CHUNK=CHUNK,
-            num_warps=4,
+            CHUNK=chunk,
+            num_warps=2 if chunk == CHUNK else 1,
         )
     return mixed
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Its multiprocessors, and the shared memory in bytes that one program may have."""
+    if device.type != "cuda":
+        return 132, 1 << 18  # for the interpreter: as an H200
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin

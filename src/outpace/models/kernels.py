@@ -24,9 +24,8 @@ def _scores(query, key, factor, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _add(scores, value, sees, peak, weight, total, PRECISION: tl.constexpr):
-    """One block of keys more, in a running softmax."""
-    scores = tl.where(sees, scores, float("-inf"))
+def _add(scores, value, peak, weight, total, PRECISION: tl.constexpr):
+    """One block of keys more, in a running softmax. Scores of keys that a row does not see are minus infinity."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     shares = tl.exp2(scores - base[:, None])
@@ -46,6 +45,48 @@ def _both(peak, weight, total, other_peak, other_weight, other_total):
     return higher, weight * mine + other_weight * other, total * mine[:, None] + other_total * other[:, None]
 
 
+@triton.jit
+def _walk(
+    q, slot, listed, start, stop, keys, values, key_slot, value_slot, factor, row, head, real, at, positions,
+    tree, tree_row, heads, sums, peaks, weights,
+    AMONG: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows over the keys in `listed` slots from `start` to `stop`; `slot` has the first block of them.
+
+    Slots are read a block ahead, so that keys and values can be fetched while those before are multiplied.
+    """
+    part = tl.arange(0, PADDED)
+    across = tl.arange(0, BLOCK)
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, PADDED], tl.float32)
+    for block in range(start, stop, BLOCK):
+        index = block + across
+        there = index < stop
+        inside = there[:, None] & (part < SIZE)[None, :]
+        key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=inside, other=0.0)
+        value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=inside, other=0.0)
+        slot = tl.load(listed + index + BLOCK, mask=index + BLOCK < stop, other=0)
+        sees = there[None, :]
+        position = index
+        if AMONG:
+            word = tl.load(tree + row * tree_row + block // 64, mask=real, other=0)
+            sees = sees & (((word[:, None] >> (index % 64)[None, :]) & 1) != 0)
+            if PACKED:  # what other texts have there may be NaN, and zero times that, too
+                value = tl.where((tl.max(sees.to(tl.int32), 0) > 0)[:, None], value, 0.0).to(value.dtype)
+            if WINDOW > 0:
+                position = tl.load(positions + index, mask=there, other=0)
+        if WINDOW > 0:
+            sees = sees & (at[:, None] - position[None, :] < WINDOW)
+        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
+        peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
+    stored = row * heads + head
+    tl.store(peaks + stored, peak, mask=real)
+    tl.store(weights + stored, weight, mask=real)
+    tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=real[:, None] & (part < SIZE)[None, :])
+
+
 @triton.jit(do_not_specialize=VARYING)
 def part(
     query, keys, values, text, length, positions, slots, tree, tree_row, sums, peaks,
@@ -58,6 +99,7 @@ def part(
     """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows.
 
     PACKED: the rows are of several texts, and tables say which this tile has. It does one of PARTS of them.
+    A split that the text does not reach has a peak of minus infinity, and no sums.
     """
     unit, split = tl.program_id(1), tl.program_id(2)
     first_row = tl.program_id(0) * (TILE // GROUP)
@@ -69,18 +111,7 @@ def part(
         mine = tl.load(whose + first_row, mask=first_row < row_stop, other=0)
         length += mine
         text += mine * text_line
-    past = tl.load(length)
-    among = split >= text_splits
-    if among:
-        start = ((split - text_splits) * walk).to(tl.int64)
-        stop = tl.minimum(rows, start + walk)
-    else:
-        start = (split * walk).to(tl.int64)
-        if EXACT:
-            past = past // BLOCK * BLOCK
-        stop = tl.minimum(past, start + walk)
-    if (start >= stop) | (first_row >= row_stop):
-        return
+    past = tl.load(length).to(tl.int32)
     place = tl.arange(0, TILE)
     row = first_row + place // GROUP
     within = unit % UNITS * GROUP + place % GROUP
@@ -92,67 +123,54 @@ def part(
         mask=real[:, None] & (part < SIZE)[None, :],
         other=0.0,
     )
-    at = tl.load(positions + row, mask=real, other=0)
-    if WINDOW > 0:  # noqa: SIM102 (this one is decided at compilation)
-        if not among:
-            first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
-            start = tl.maximum(start, first // BLOCK * BLOCK)
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE, PADDED], tl.float32)
-    key_base = keys + unit // UNITS * key_head
-    value_base = values + unit // UNITS * value_head
-    for block in range(start, stop, BLOCK):
-        index = block + tl.arange(0, BLOCK)
-        there = index < stop
-        slot = tl.load((slots if among else text) + index, mask=there, other=0)
-        key = tl.load(
-            key_base + slot[None, :] * key_slot + part[:, None],
-            mask=(part < SIZE)[:, None] & there[None, :],
-            other=0.0,
-        )
-        value = tl.load(
-            value_base + slot[:, None] * value_slot + part[None, :],
-            mask=there[:, None] & (part < SIZE)[None, :],
-            other=0.0,
-        )
-        scores = _scores(q, key, factor, SOFTCAP, PRECISION)
-        sees = real[:, None] & there[None, :]
-        position = index
-        if among:
-            word = tl.load(tree + row * tree_row + block // 64, mask=real, other=0)
-            sees = sees & (((word[:, None] >> (index % 64)[None, :]) & 1) != 0)
-            if PACKED:  # what other texts have there may be NaN, and zero times that, too
-                value = tl.where((tl.max(sees.to(tl.int32), 0) > 0)[:, None], value, 0.0).to(value.dtype)
-            if WINDOW > 0:
-                position = tl.load(positions + index, mask=there, other=0)
-        if WINDOW > 0:
-            sees = sees & (at[:, None] - position[None, :] < WINDOW)
-        peak, weight, total = _add(scores, value, sees, peak, weight, total, PRECISION)
-    stored = (split * rows + row) * heads + head
-    tl.store(peaks + stored, peak, mask=real)
-    tl.store(peaks + splits * rows * heads + stored, weight, mask=real)
-    tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=real[:, None] & (part < SIZE)[None, :])
+    among = split >= text_splits
+    start = (split - (text_splits if among else 0)) * walk
+    limit = start + walk
+    at = tl.zeros([TILE], tl.int64)
+    if WINDOW > 0:
+        at = tl.load(positions + row, mask=real, other=0)
+        first = (tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1).to(tl.int32)
+        start = tl.maximum(start, 0 if among else first // BLOCK * BLOCK)
+    listed = slots if among else text
+    index = start + tl.arange(0, BLOCK)
+    slot = tl.load(listed + index, mask=index < (rows if among else text_line), other=0)  # before `past` is known
+    keys += unit // UNITS * key_head
+    values += unit // UNITS * value_head
+    sums += split * rows * heads * SIZE
+    weights = peaks + (splits + split) * rows * heads
+    peaks += split * rows * heads
+    if among:
+        if first_row < row_stop:
+            _walk(
+                q, slot, listed, start, tl.minimum(rows, limit), keys, values, key_slot, value_slot, factor,
+                row, head, real, at, positions, tree, tree_row, heads, sums, peaks, weights,
+                True, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED,
+            )  # fmt: skip
+    else:
+        if EXACT:
+            past = past // BLOCK * BLOCK
+        stop = tl.minimum(past, limit)
+        if (limit - walk < stop) & (first_row < row_stop):
+            _walk(
+                q, slot, listed, start, stop, keys, values, key_slot, value_slot, factor,
+                row, head, real, at, positions, tree, tree_row, heads, sums, peaks, weights,
+                False, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED,
+            )  # fmt: skip
+        else:
+            tl.store(peaks + row * heads + head, tl.full([TILE], float("-inf"), tl.float32), mask=real)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def merge(
-    length, sums, peaks, mixed, rows, heads, splits, text_splits, walk, whose,
-    PACKED: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def merge(sums, peaks, mixed, rows, heads, splits, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr):
     """One row and head: all its splits as one softmax."""
     row, head = tl.program_id(0), tl.program_id(1)
-    if PACKED:
-        length += tl.load(whose + row)
-    used = (tl.load(length) + walk - 1) // walk
     part = tl.arange(0, PADDED)
     peak = float("-inf")
     weight = 0.0
     total = tl.zeros([PADDED], tl.float32)
-    for chunk in range(0, used + splits - text_splits, CHUNK):
-        index = chunk + tl.arange(0, CHUNK)
-        there = index < used + splits - text_splits
-        split = tl.where(index < used, index, index - used + text_splits)
+    for chunk in range(0, splits, CHUNK):
+        split = chunk + tl.arange(0, CHUNK)
+        there = split < splits
         stored = (split * rows + row) * heads + head
         peaks_here = tl.load(peaks + stored, mask=there, other=float("-inf"))
         weights = tl.load(peaks + splits * rows * heads + stored, mask=there, other=0.0)
@@ -162,8 +180,9 @@ def merge(
         higher = tl.maximum(peak, tl.max(peaks_here))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         fade, shares = tl.exp2(peak - base), tl.exp2(peaks_here - base)
-        weight = weight * fade + tl.sum(weights * shares)
-        total = total * fade + tl.sum(totals * shares[:, None], 0)
+        used = peaks_here > float("-inf")  # the others have no sums, but whatever lay there
+        weight = weight * fade + tl.sum(tl.where(used, weights, 0.0) * shares)
+        total = total * fade + tl.sum(tl.where(used[:, None], totals, 0.0) * shares[:, None], 0)
         peak = higher
     tl.store(mixed + (row * heads + head) * SIZE + part, total / weight, mask=part < SIZE)
 
@@ -219,21 +238,14 @@ def finish(
         there = position <= at
         slot = tl.load(text + position, mask=position < past, other=0)
         slot += tl.load(tree + row * tree_row + position - past, mask=there & (position >= past), other=0)
-        key = tl.load(
-            key_base + slot[None, :] * key_slot + part[:, None],
-            mask=(part < SIZE)[:, None] & there[None, :],
-            other=0.0,
-        )
-        value = tl.load(
-            value_base + slot[:, None] * value_slot + part[None, :],
-            mask=there[:, None] & (part < SIZE)[None, :],
-            other=0.0,
-        )
-        scores = _scores(q, key, factor, SOFTCAP, PRECISION)
-        sees = real[:, None] & there[None, :]
+        within_size = there[:, None] & (part < SIZE)[None, :]
+        key = tl.load(key_base + slot[:, None] * key_slot + part[None, :], mask=within_size, other=0.0)
+        value = tl.load(value_base + slot[:, None] * value_slot + part[None, :], mask=within_size, other=0.0)
+        sees = there[None, :]
         if WINDOW > 0:
             sees = sees & (at - position[None, :] < WINDOW)
-        open_peak, open_weight, open_total = _add(scores, value, sees, open_peak, open_weight, open_total, PRECISION)
+        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
+        open_peak, open_weight, open_total = _add(scores, value, open_peak, open_weight, open_total, PRECISION)
     peak, weight, total = _both(peak, weight, total, open_peak, open_weight, open_total)
     total = total / tl.where(real, weight, 1.0)[:, None]
     tl.store(mixed + (row * heads + head[:, None]) * SIZE + part[None, :], total, mask=inside)
