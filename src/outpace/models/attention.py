@@ -138,10 +138,10 @@ def _launch(
         parts = cdiv(lists.packed, tile // group)
         programs = len(lists.tiles) // 2 * parts
     else:
-        tile = 64 if lists.exact or rows > 8 else 32 if rows > 4 else 16
+        tile = 64 if lists.exact or rows * group >= 64 else 16
         programs = cdiv(rows, tile // group)
     padded = next_power_of_2(size)
-    processors, memory = _device(query.device)
+    processors, memory = device_of(query.device)
     split = SPLIT if lists.exact else split_for(programs * units, lists.span, processors)
     stages = ((memory - SPARE) // (padded * query.element_size()) - tile) // (2 * BLOCK)
     pace = {"num_warps": WARPS, "num_stages": max(1, min(stages, STAGES))}
@@ -195,9 +195,9 @@ def _launch(
 
 
 @functools.cache
-def _device(device: torch.device) -> tuple[int, int]:
+def device_of(device: torch.device) -> tuple[int, int]:
     """Its multiprocessors, and the shared memory in bytes that one program may have."""
     if device.type != "cuda":
         return 132, 1 << 18  # for the interpreter: as an H200
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin

@@ -91,7 +91,7 @@ class HFModel:
         return self._fusion.fuse(self._mirror)
 
     def replace_products(self) -> int:
-        """On a CPU in float32, compute products of a few rows by code of our own; says how many. `unfuse` undoes it."""
+        """Compute products of a few rows by code of our own where we have it; says how many. `unfuse` undoes it."""
         return self._products.replace(self._mirror)
 
     def unfuse(self) -> None:
@@ -341,8 +341,8 @@ class _Gate(nn.Module):
         self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
 
     def compile(self) -> None:
-        # Dynamic, so that one compilation serves all numbers of rows.
-        self.run_compiled = torch.compile(self.layer, dynamic=True)
+        # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one.
+        self.run_compiled = torch.compile(self.layer, dynamic=True, options={"combo_kernels": True})
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `attention`. Imported where there is a GPU (or Triton's interpreter).
+"""The Triton kernels of `attention` and `narrow`. Imported where there is a GPU (or Triton's interpreter).
 
 Names in capitals are known when a kernel is compiled. Scores are in powers of two, so that exp2 serves.
 """
@@ -249,3 +249,23 @@ def finish(
     peak, weight, total = _both(peak, weight, total, open_peak, open_weight, open_total)
     total = total / tl.where(real, weight, 1.0)[:, None]
     tl.store(mixed + (row * heads + head[:, None]) * SIZE + part[None, :], total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def product(
+    states, weights, bias, product, count, inputs, outputs,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Up to TILE rows by the weights of OUTPUTS outputs, plus their bias if it is not None."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, TILE)
+    place = tl.arange(0, BLOCK)
+    real = (row < count)[None, :]
+    total = tl.zeros([OUTPUTS, TILE], tl.float32)
+    for start in range(0, inputs, BLOCK):
+        weight = tl.load(weights + output[:, None] * inputs + (start + place)[None, :])
+        value = tl.load(states + row[None, :] * inputs + (start + place)[:, None], mask=real, other=0.0)
+        total = tl.dot(weight, value, total)
+    if bias is not None:
+        total += tl.load(bias + output)[:, None]
+    tl.store(product + row[None, :] * outputs + output[:, None], total, mask=real)

@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 from platformdirs import user_cache_path
 from torch import nn
 
 from ..errors import InputError
+from . import narrow
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 COMPILERS = ("c++", "g++", "clang++")
@@ -36,12 +36,11 @@ class Products:
         self._done: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, what was there
 
     def replace(self, mirror: nn.Module) -> int:
-        """Replace every plain linear map in float32 on a CPU; says how many are. The weights stay where they are."""
+        """Replace every plain linear map that we have code for; says how many are. The weights stay where they are."""
         for owner in list(mirror.modules()):
             for name, child in owner._modules.items():
-                if _fits(child):
-                    load()
-                    owner._modules[name] = _Product(child)
+                if type(child) is nn.Linear and (product := _product_for(child)):
+                    owner._modules[name] = product
                     self._done.append((owner, name, child))
         return len(self._done)
 
@@ -65,15 +64,18 @@ class _Product(nn.Module):
         return product
 
 
-def _fits(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    return (
-        type(module) is nn.Linear
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and all(
-            weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
-            for weight in module.parameters()
-        )
-    )
+def _product_for(linear: nn.Linear) -> nn.Module | None:
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        return None
+    if narrow.fits(linear):
+        return narrow.NarrowLinear(linear)
+    if all(
+        weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
+        for weight in linear.parameters()
+    ):
+        load()
+        return _Product(linear)
+    return None
 
 
 @functools.cache

@@ -40,6 +40,7 @@ def engine_for(model: Model, runtime: str = "auto", exact: bool = False, exact_r
         raise InputError(f"runtime='graphs' cannot be used: {obstacle}. Use runtime='plain'.")
     if runtime == "graphs" or (runtime == "auto" and not obstacle):
         _fuse(model)
+        _replace_products(model)
         return GraphEngine(model)
     if runtime == "compiled":
         _fuse(model)
@@ -68,6 +69,7 @@ def _exact_engine(model: Any, rows: int) -> GraphEngine:
     if not 2 <= rows <= 256:
         raise InputError(f"exact_rows={rows} is out of range: it must be 2 to 256.")
     _fuse(model)
+    _replace_products(model)
     engine = GraphEngine(model, exact_rows=rows)
     if not engine.is_exact():
         raise UnsupportedModel(

@@ -1,0 +1,54 @@
+"""Products of a few rows by Triton, against torch's. They run on a GPU, or anywhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from outpace.models import narrow
+from outpace.models.products import Products
+
+from .test_attention import DEVICE, attention
+
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # as exact as the interpreter is
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 11, 16, 17, 32])
+@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 128, False), (192, 384, True)])
+def test_the_kernel_computes_the_product(rows: int, outputs: int, inputs: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    states, weight = numbers(1, rows, inputs).to(DTYPE), numbers(outputs, inputs).to(DTYPE)
+    added = numbers(outputs).to(DTYPE) if bias else None
+    found = narrow.launch(states, weight, added)
+    expected = F.linear(states.double(), weight.double(), None if added is None else added.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(DTYPE).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+def test_a_row_has_the_same_bits_beside_others(tile: int) -> None:
+    torch.manual_seed(0)
+    states, weight = numbers(tile, 256).to(DTYPE), numbers(128, 256).to(DTYPE)
+    together = narrow.launch(states, weight, None)
+    for count in range(tile // 2 + 1, tile):
+        assert torch.equal(narrow.launch(states[:count], weight, None), together[:count])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+def test_maps_are_replaced_and_put_back() -> None:
+    torch.manual_seed(0)
+    maps = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 96), nn.Linear(96, 128)).to(DEVICE, DTYPE)
+    states = numbers(3, 128).to(DTYPE)
+    expected, before = maps(states), list(maps)
+    products = Products()
+    assert products.replace(maps) == 1  # the others are no whole blocks
+    torch.testing.assert_close(maps(states), expected)
+    assert torch.equal(maps(states.expand(20, 3, 128))[7], maps(states.expand(20, 3, 128))[0])  # too many: cuBLAS
+    products.undo()
+    assert list(maps) == before
