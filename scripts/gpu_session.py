@@ -177,6 +177,7 @@ def shape(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     adapted = HFModel(model)
     adapted.fuse()
+    adapted.replace_products()
     engine = GraphEngine(adapted, capacity=16384)
     with engine.pool.sequence(list(range(100))) as sequence:
         assert engine.score(sequence, chain(99, (), "")).best
@@ -191,8 +192,8 @@ def shape(arguments: argparse.Namespace) -> None:
             cost[rows, length] = graph = replay_time(engine, rows, length)
             by_rows, by_context = graph / cost[1, length], graph / cost[rows, 1024]
             table.add_row(*map(str, (rows, length)), *(f"{x:.2f}" for x in (graph, by_rows, by_context, wall)))
-    profile(engine, 1, 1024)
-    profile(engine, 32, 1024)
+    for rows in (1, 32, 128):
+        profile(engine, rows, 1024)
     graphs = (torch.cuda.memory_allocated() - before - engine.pool.bytes) / 2**20
     print(f"first token {first:.1f} s after load, compilation and capture included")
     print(f"pool {engine.pool.bytes / 2**20:.0f} MiB for {engine.pool.capacity} slots; graphs {graphs:.0f} MiB")
@@ -472,6 +473,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
             *(decoder, questions, Scale(arguments.each, arguments.tokens), arguments.out / "runs" / name),
             model=model,
             data=", ".join(file.name for file in files),
+            every=arguments.every,
             show=lambda share, text="": print(f"{share:.0%} {text}", flush=True),
         )
         heads = heads_for(paper, adapted, arguments.times, given)

@@ -70,6 +70,16 @@ def run(pair: tuple[Decoder, Any], path: Path, settings: Settings = SHORT) -> Me
     return measure(pair[0], entries(*pair), QUESTIONS, settings, path / "runs.jsonl")
 
 
+def test_transformers_may_answer_fewer_questions(pair: tuple[Decoder, Any], tmp_path: Path) -> None:
+    measured = run(pair, tmp_path, replace(SHORT, every=2))
+    counts = Counter(found["label"] for found in measured.runs)
+    assert sorted(counts.values()) == [3, 3, 4, 4, 4]  # theirs without the second question of a task
+    figures = {found["label"]: found["all"] for found in summarize(measured.runs, list(counts))}
+    assert {figures[label]["runs"] for label in counts} == {3, 4}
+    with pytest.raises(InputError, match="every=0 must be 1 or more"):
+        Settings(every=0)
+
+
 def test_all_write_the_same(pair: tuple[Decoder, Any], tmp_path: Path) -> None:
     measured = run(pair, tmp_path, replace(SHORT, repeats=2))
     assert len(measured.runs) == 2 * 4 * 5  # repeats, prompts with their turns, entries

@@ -34,9 +34,10 @@ class Settings:
     raw: bool = False
     data: str = ""  # the name of the file of questions; none: those that come with Outpace
     digest: str = ""  # of those questions
+    every: int = 1  # transformers is slow: it answers every so many questions of a task
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats"):
+        for name in ("max_new_tokens", "repeats", "every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.sampling.rule != "keyed":
@@ -136,8 +137,7 @@ class _Bench:
                 where = {"task": place.question.task, "prompt": place.question.number, "turn": place.turn}
                 skipped.append({**where, "repeat": place.repeat, "prompt_tokens": tokens})
                 continue
-            found = self._all_entries(place, prompt, number, len(places))
-            runs += self._compared(found, prompt)
+            runs += self._compared(self._all_entries(place, prompt, number, len(places)), prompt)
         return Measured(runs, skipped, self._resumed)
 
     def _places(self) -> Iterator[Place]:
@@ -146,18 +146,22 @@ class _Bench:
                 for turn in range(len(question.turns)):
                     yield Place(repeat, index, question, turn)
 
-    def _all_entries(self, place: Place, prompt: list[int], number: int, places: int) -> list[dict[str, Any]]:
+    def _all_entries(
+        self, place: Place, prompt: list[int], number: int, places: int
+    ) -> list[tuple[Entry, dict[str, Any]]]:
         """Every entry on one prompt, each time another one first: none is always behind a certain other."""
         found = dict[int, dict[str, Any]]()
         count = len(self._entries)
         for turn in range(count):
             which = (number + turn) % count
             entry = self._entries[which]
+            if not entry.own and place.question.number % self._settings.every:
+                continue
             self._show((number + turn / count) / places, f"{place.question.task}: {entry.label}")
             finished = self._journal.runs.get(place.key(entry))
             self._resumed += finished is not None
             found[which] = finished or self._run(entry, place, prompt)
-        return [found[which] for which in range(count)]
+        return [(self._entries[which], found[which]) for which in sorted(found)]
 
     def _run(self, entry: Entry, place: Place, prompt: list[int]) -> dict[str, Any]:
         self._warm_up()
@@ -206,11 +210,11 @@ class _Bench:
             return self._decoder.encode("\n".join(message["content"] for message in messages), raw=True)
         return self._decoder.encode(messages)
 
-    def _compared(self, found: list[dict[str, Any]], prompt: list[int]) -> list[dict[str, Any]]:
+    def _compared(self, found: list[tuple[Entry, dict[str, Any]]], prompt: list[int]) -> list[dict[str, Any]]:
         """The runs of one prompt, each with whether it is plain decoding's text; the first is that."""
-        plain = found[0]["token_ids"]
+        plain = found[0][1]["token_ids"]
         compared = []
-        for entry, run in zip(self._entries, found, strict=True):
+        for entry, run in found:
             if not entry.own and self._settings.sampling.temperature > 0:
                 verdict = {"equal": None, "differs_at": None, "gap": None}  # its noise is another
             else:

@@ -39,7 +39,7 @@ class Scale:
     tokens: int  # new tokens of each text
 
 
-SHORT, FULL = Scale(1, 32), Scale(8, 128)
+SHORT, FULL = Scale(1, 32), Scale(4, 128)
 
 
 class Found:
@@ -121,9 +121,13 @@ class Lab:
         model: Any = None,
         data: str = "",
         raw: bool = False,
+        every: int = 1,
         show: Callable[..., None] = lambda share, text="": None,
     ) -> None:
-        """`runs` is the folder of journals; `model` the transformers model, to run its own `generate` beside."""
+        """`runs` is the folder of journals; `model` the transformers model, to run its own `generate` beside.
+
+        It answers `every` so many questions of a task.
+        """
         self.decoder = decoder
         self.questions = questions
         self.scale = scale
@@ -133,6 +137,7 @@ class Lab:
         self._runs = runs
         self._data = data
         self._raw = raw
+        self._every = every
         self._show = show
         if not questions:
             raise InputError("there are no questions to measure on.")
@@ -169,6 +174,7 @@ class Lab:
             raw=self._raw,
             data=self._data,
             digest=digest(self.questions),
+            every=self._every,
         )
 
         def show(share: float, text: str = "") -> None:
