@@ -10,6 +10,8 @@ import triton.language as tl
 
 # Numbers that differ from step to step: without this a kernel is compiled anew where one is 1 or divisible by 16.
 VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count"]
+# Places in one box, one behind the other: the same, where one is not aligned to 16 bytes.
+BOXED = ["length", "positions", "slots", "tree", "whose", "tiles"]
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def _walk(
     tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=real[:, None] & (part < SIZE)[None, :])
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
 def part(
     query, keys, values, text, length, positions, slots, tree, tree_row, sums, peaks,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
@@ -187,7 +189,7 @@ def merge(sums, peaks, mixed, rows, heads, splits, SIZE: tl.constexpr, PADDED: t
     tl.store(mixed + (row * heads + head) * SIZE + part, total / weight, mask=part < SIZE)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
 def finish(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
