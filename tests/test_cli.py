@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,7 +21,7 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from outpace import Decoder, ModelError, Sampling, board, cli, decoder, load, race
+from outpace import Batch, Decoder, InvalidLogits, ModelError, Sampling, board, cli, decoder, load, race
 from outpace.draft import Step
 from outpace.methods import ON_CPU, make
 from outpace.models import bundled
@@ -153,6 +155,26 @@ class TestGenerate:
         assert_refused(outpace("generate", *options), "there is no prompt")
         assert_refused(outpace("generate", "--prompts", tmp_path / "none.txt", *options), "none.txt")
 
+    def test_a_text_that_fails_has_an_error_in_its_line(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        go_on = Batch.__iter__
+
+        def spoilt(self: Batch) -> Iterator[tuple[int, Any]]:
+            yield 1, InvalidLogits("no token is left")
+            self.cancel(1)
+            yield from go_on(self)
+
+        monkeypatch.setattr(Batch, "__iter__", spoilt)
+        (tmp_path / "prompts.txt").write_text("hello\ngood morning\n")
+        options = ("--model", folder, "--device", "cpu", "--max-new-tokens", 8)
+        result = outpace("generate", "--prompts", tmp_path / "prompts.txt", *options)
+        assert result.exit_code == 2
+        assert result.stderr == "outpace: 1 of 2 texts failed; their lines have an error.\n"
+        failed, written = map(json.loads, result.stdout.splitlines())
+        assert (failed["number"], failed["finish_reason"], failed["error"]) == (1, "error", "no token is left")
+        assert (written["number"], "error" in written) == (0, False)
+
     def test_settings_are_read_by_type(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 
@@ -160,7 +182,7 @@ class TestGenerate:
             seen.append(load(model, device="cpu"))
             return seen[0]
 
-        monkeypatch.setattr(cli, "_load", note)
+        monkeypatch.setattr(cli.writing, "load_decoder", note)
         settings = ("window=3", "ngram=4", "prompt_pool=false", "verify_window=True", "shift=token")
         result = generate(folder, "--max-new-tokens", 2, *(word for item in settings for word in ("--set", item)))
         assert result.exit_code == 0
@@ -172,6 +194,7 @@ class TestGenerate:
         given = {name: value for name, value in vars(Sampling()).items() if name in defaults}
         assert {name: defaults[name] for name in given} == given
         assert len(given) == 9  # all but logit_bias and processors
+        assert defaults["model"] == decoder.DEFAULT_MODEL
 
     def test_interrupt_in_the_middle_of_a_text(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         stream = Decoder.stream
@@ -200,7 +223,7 @@ class TestRefusals:
     @pytest.fixture
     def unloaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """These mistakes must be found before the model is loaded."""
-        monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("the model was loaded"))
+        monkeypatch.setattr(cli.writing, "load_decoder", lambda *_: pytest.fail("the model was loaded"))
 
     @pytest.mark.usefixtures("unloaded")
     @pytest.mark.parametrize(
@@ -328,7 +351,7 @@ class TestRace:
     def test_refused_before_the_model_is_loaded(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: tuple[str, ...]
     ) -> None:
-        monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("the model was loaded"))
+        monkeypatch.setattr(cli.racing, "load_decoder", lambda *_: pytest.fail("the model was loaded"))
         assert_refused(self.run(folder, *arguments), *words)
 
     def test_no_tokens_to_write(self, folder: Path) -> None:
@@ -379,6 +402,10 @@ class TestHelp:
         assert result.exit_code == 0
         for command in ("generate", "race", "models"):
             assert command in result.stdout
+
+    def test_comes_without_the_imports_that_take_seconds(self) -> None:
+        code = "import sys; import outpace.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     def test_unknown_option_is_a_usage_error(self) -> None:
         result = outpace("generate", "hi", "--colour")

@@ -22,7 +22,7 @@ from .draft import Step
 from .methods import Method
 from .race import Race
 from .text import TextStream
-from .trace import settings_of as settings_of
+from .trace import settings_of
 
 
 def numbers(run: Result) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from ..errors import InputError, ModelError, UnknownNameError
 from . import bundled
@@ -42,6 +43,11 @@ def load(name: str, dtype: str | torch.dtype | None = None, device: str | None =
             "(tokenizer.json and tokenizer_config.json)."
         ) from error
     return Loaded(model.to(place).eval(), tokenizer)
+
+
+def hide_bars() -> None:
+    """Keep transformers' progress bars off the screen from now on."""
+    logging.disable_progress_bar()
 
 
 def _reason(error: Exception) -> str:

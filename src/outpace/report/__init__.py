@@ -10,12 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import InputError
 from ..files import read_json, write_whole
 
 KIND, VERSION = "outpace bench", 1  # the results that it reads: docs/results-schema.md
 TEMPLATE = Path(__file__).with_name("page.html")
 ROOM = 1_500_000  # bytes for recorded races; the page stays below 2 MB
 _MARK = "/*DATA*/null"
+
+
+def check_page(path: Path | None) -> None:
+    """Raise InputError where a page could not be opened, before the work that it shows."""
+    if path is not None and path.suffix not in (".html", ".htm"):
+        raise InputError(f"{path}: a page must end in .html.")
 
 
 def write_report(results: Path | Mapping[str, Any], page: Path) -> list[str]:

@@ -1,0 +1,53 @@
+"""The command line: a file for each subject, a function for each command.
+
+What is asked for goes to standard output, everything else to standard error. torch and transformers take seconds to
+import, so that happens inside the commands, after the arguments are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import OutpaceError
+from .loading import models
+from .measuring import bench, calibrate, reproduce
+from .racing import race, report
+from .training import export, train
+from .writing import generate, verify
+
+FAILED, INTERRUPTED = 2, 130
+
+
+class _Group(TyperGroup):
+    """Turns what a user can mend into one line and an exit code. Anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:  # Any: whose Context it is depends on the version of typer
+        try:
+            return super().invoke(ctx)
+        except OutpaceError as error:
+            typer.echo(f"outpace: {error}", err=True)
+            raise typer.Exit(FAILED) from error
+        except KeyboardInterrupt as error:
+            typer.echo("\noutpace: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="outpace",
+    help="The same text from a Hugging Face causal language model, in fewer steps.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+COMMANDS = (generate, verify, race, bench, report, reproduce, calibrate, train, export, models)  # as help lists them
+for command in COMMANDS:
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point of the `outpace` command."""
+    app(prog_name="outpace")

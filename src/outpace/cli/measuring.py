@@ -1,0 +1,217 @@
+"""`outpace bench`, `outpace reproduce` and `outpace calibrate`: what is measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InputError, UnknownNameError
+from . import options
+from .loading import load_both, load_decoder
+from .settings import choose_for_bench
+
+if TYPE_CHECKING:
+    from ..bench.entries import Entry
+
+
+def bench(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval. Default: 48 prompts of our own.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The results. Finished runs are kept beside it, in a .jsonl file.")] = Path(
+        "results.json"
+    ),
+    model: options.Model = options.DEFAULT_MODEL,
+    methods: Annotated[str, typer.Option(help="Names with commas between. Plain decoding is always among them.")] = (
+        "prompt-lookup,lookahead"
+    ),
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="METHOD.NAME=VALUE",
+            help="A setting of a method. May be repeated; the same one with several values measures each.",
+        ),
+    ] = [],  # noqa: B006
+    tasks: Annotated[str, typer.Option(help="Names of tasks with commas between. Default: all.")] = "",
+    each: Annotated[int, typer.Option(help="The first so many questions of each task; 0: all.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Times over all questions.")] = 1,
+    traces: Annotated[
+        Path | None, typer.Option(help="A folder: each new run of ours leaves a trace there, for `outpace verify`.")
+    ] = None,
+    transformers: Annotated[bool, typer.Option(help="Also run transformers' own generate and prompt lookup.")] = True,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    runtime: options.Runtime = "auto",
+    exact: options.Exact = False,
+    raw: options.Raw = False,
+    as_json: options.Json = False,
+) -> None:
+    """Measure methods on questions, against plain decoding and transformers. Exit code 1 if a text differs.
+
+    A bench that was stopped goes on where it was when it is called again in the same way.
+    """
+    from ..bench.data import choose_questions, own_questions, read_questions
+    from ..bench.entries import Ours, Transformers
+    from ..bench.harness import Settings, digest, measure
+    from ..bench.results import assemble
+    from ..board import console_for_output
+    from ..chart import print_bench, progress_bar
+    from ..files import write_whole
+    from ..picking import Sampling
+
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    known = own_questions() if data is None else read_questions(data)
+    how = Settings(max_new_tokens, repeats, sampling, raw, data.name if data else "", digest(known))
+    questions = choose_questions(known, [name for name in options.listed(tasks) if name], each)
+    if out.suffix != ".json":
+        raise InputError(f"--out {out}: the file must end in .json.")
+    chosen = choose_for_bench(options.listed(methods), settings, device)
+    decoder, loaded = load_both(model, dtype, device, runtime, exact)
+    entries: list[Entry] = [
+        Ours(decoder, decoder.prepare(name, **given), label, given, model) for label, (name, given) in chosen
+    ]
+    if transformers:
+        entries += [Transformers(decoder, loaded), Transformers(decoder, loaded, lookup=True)]
+    with progress_bar("measuring") as show:
+        measured = measure(decoder, entries, questions, how, out.with_suffix(".jsonl"), show, traces)
+    results = assemble(decoder, entries, questions, how, measured)
+    write_whole(out, json.dumps(results))
+    if measured.resumed:
+        typer.echo(f"{measured.resumed} runs were finished before, in {out.with_suffix('.jsonl')}", err=True)
+    if as_json:
+        kept = ("version", "date", "about", "settings", "entries", "identical", "summary", "skipped")
+        typer.echo(json.dumps({"file": str(out), **{name: results[name] for name in kept}}))
+    else:
+        print_bench(console_for_output(), results)
+        typer.echo(f"kept in {out}: draw it with `outpace report {out}`", err=True)
+    if not results["identical"]:
+        raise typer.Exit(1)
+
+
+def reproduce(
+    paper: Annotated[str, typer.Argument(metavar="lookahead|adadecode|amphista", show_default=False)],
+    model: options.Model = options.DEFAULT_MODEL,
+    data: Annotated[
+        list[Path],
+        typer.Option(help="A file of questions, as for `bench`. May be repeated. Default: 48 prompts of our own."),
+    ] = [],  # noqa: B006
+    short: Annotated[
+        bool | None,
+        typer.Option(
+            "--short/--full",
+            help="One question of each task and 32 new tokens, or 8 and 128. Default: short on a CPU.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="Heads in place of those that come with Outpace (exits, medusa, hydra, amphista), or variants to "
+            "compare with: for adadecode `full`, or a domain like `math`; for amphista any name. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
+    answers: Annotated[
+        Path | None, typer.Option(help="amphista: judge heads on these held-out answers too, as `train` keeps them.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="A folder for tables (.md, .json) and plots (.svg).")] = Path("reproduced"),
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    runtime: options.Runtime = "auto",
+    raw: options.Raw = False,
+    as_json: options.Json = False,
+) -> None:
+    """Measure the tables and figures of PAPER, and print them beside the paper's own, with what holds.
+
+    Finished runs are kept in the folder `runs` of --out: what was stopped goes on where it was.
+    """
+    from ..bench.data import own_questions, read_questions
+    from ..chart import can_plot, progress_bar
+    from ..reproduce import PAPERS, stem
+    from ..reproduce.lab import FULL, SHORT, Lab
+
+    if paper not in PAPERS:
+        raise UnknownNameError("paper", paper, PAPERS)
+    extra: dict[str, Any] = {}
+    if heads:
+        extra["heads"] = dict(map(_split_heads, heads))
+    if answers is not None:
+        extra["answers"] = answers
+    if heads and paper == "lookahead":
+        raise InputError("--heads: lookahead has no heads.")
+    if answers is not None and paper != "amphista":
+        raise InputError("--answers is for amphista alone.")
+    questions = read_questions(*data) if data else own_questions()
+    decoder, loaded = load_both(model, dtype, device, runtime)
+    scale = SHORT if short or (short is None and decoder.model.device.type == "cpu") else FULL
+    name = stem(paper, model, decoder)
+    with progress_bar(paper) as show:
+        lab = Lab(
+            *(decoder, questions, scale, out / "runs" / name),
+            model=loaded,
+            data=", ".join(path.name for path in data),
+            raw=raw,
+            show=show,
+        )
+        findings = PAPERS[paper](lab, **extra)
+    command = ["outpace reproduce", paper]
+    command += [f"--model {model}"] if model != options.DEFAULT_MODEL else []
+    command += ["--short" if scale == SHORT else "--full", *(f"--data {path.name}" for path in data)]
+    command += [f"--heads {text}" for text in heads]
+    page = findings.save(out, name, " ".join(command))
+    if as_json:
+        typer.echo(json.dumps({"file": str(page), **findings.to_json()}))
+    else:
+        typer.echo(page.read_text(encoding="utf-8"))
+        missing = "" if can_plot() else "; plots need matplotlib: pip install 'outpace[bench]'"
+        typer.echo(f"kept in {page} and {page.with_suffix('.json')}{missing}", err=True)
+
+
+def _split_heads(given: str) -> tuple[str, str]:
+    name, equals, folder = given.partition("=")
+    if not (name and equals and folder):
+        raise InputError(f"--heads {given}: expected NAME=FOLDER, as in --heads exits=heads/exits.")
+    return name, folder
+
+
+def calibrate(
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    runtime: options.Runtime = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the curve to this file (.png, .svg); needs matplotlib.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure what steps cost by rows and context, so that methods draft as much as pays here."""
+    from ..bench.calibration import calibrate as run
+    from ..board import console_for_output
+    from ..chart import check_plot, print_costs, progress_bar, save_costs
+    from ..runtime.calibrate import folder as costs_folder
+
+    check_plot(plot)
+    decoder = load_decoder(model, dtype, device, runtime)
+    with progress_bar("measuring") as show:
+        curve = run(decoder, show)
+    path = curve.save(costs_folder())
+    if plot is not None:
+        save_costs(curve, plot)
+    if as_json:
+        typer.echo(json.dumps({**asdict(curve), "file": str(path)}))
+        return
+    print_costs(console_for_output(), curve, decoder)
+    typer.echo(f"kept in {path}", err=True)

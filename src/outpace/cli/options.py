@@ -1,0 +1,43 @@
+"""Options that several commands have, and what is read from them in one way."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError
+
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = "float32|bfloat16|float16"
+
+Model = Annotated[str, typer.Option(help="An embedded model (see `outpace models`), a folder, or a hub id.")]
+MaxNewTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens with this probability.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text with every method.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar=DTYPES, help="Default: float32 on a CPU, otherwise bfloat16.", show_default=False),
+]
+Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
+Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
+Exact = Annotated[bool, typer.Option("--exact", help="CUDA: the same bits with every method, at some cost.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt, from standard input for `-`."""
+    try:
+        if prompt == "-":
+            return typer.get_binary_stream("stdin").read().decode()
+        prompt.encode()  # bytes of an argument that are no text arrive as lone surrogates
+    except UnicodeError as error:
+        raise InputError("the prompt is not UTF-8 text.") from error
+    return prompt
+
+
+def listed(names: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in names.split(",")]

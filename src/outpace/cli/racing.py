@@ -1,0 +1,144 @@
+"""`outpace race`, and `outpace report`: races as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options
+from .loading import load_decoder
+from .settings import choose_for_race
+
+if TYPE_CHECKING:
+    from ..decoder import Decoder, Result
+    from ..draft import Step
+    from ..methods import Method
+    from ..race import Race
+
+# Repeats (the class, its methods) and fresh text in turn: something for every method to guess, and to guess wrong.
+PROMPT_FOR_RACE = """\
+Write this class with the methods sub, mul and div added:
+
+class Point:
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def add(self, other):
+        self.x += other.x
+        self.y += other.y
+"""
+
+
+def race(
+    prompt: Annotated[
+        str, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
+    ] = PROMPT_FOR_RACE,
+    model: options.Model = options.DEFAULT_MODEL,
+    methods: Annotated[str, typer.Option(help="Names with commas between. The first sets the pace.")] = (
+        "autoregressive,jacobi,prompt-lookup,lookahead"
+    ),
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="METHOD.NAME=VALUE", help="A setting of a method. May be repeated."),
+    ] = [],  # noqa: B006
+    max_new_tokens: options.MaxNewTokens = 96,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    runtime: options.Runtime = "auto",
+    exact: options.Exact = False,
+    raw: options.Raw = False,
+    page: Annotated[Path | None, typer.Option(help="Also write the race as a page (.html), to play it again.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Let several methods write the same answer, one after another, and compare. Exit code 1 if the texts differ."""
+    from ..bench.harness import Settings
+    from ..bench.recording import Recorder
+    from ..board import Board, console_for_output, print_race
+    from ..picking import Sampling
+    from ..race import run
+    from ..report import check_page
+
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    check_page(page)
+    chosen = choose_for_race(options.listed(methods), settings, device)
+    text = options.read_prompt(prompt)
+    decoder = load_decoder(model, dtype, device, runtime, exact)
+    entered = [decoder.prepare(name, **given) for name, given in chosen]
+    recorder = Recorder(decoder, entered)
+    if as_json:
+        outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, recorder.show)
+        typer.echo(json.dumps(_race_json(decoder, entered, text, outcome)))
+    else:
+        console = console_for_output()
+        board = Board(console, entered, decoder.tokenizer)
+
+        def show(number: int, lane: Result, step: Step) -> None:
+            recorder.show(number, lane, step)
+            board.show(number, lane, step)
+
+        with board:
+            outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, show)
+        print_race(console, board, entered, outcome)
+    if page is not None:
+        _write_page(recorder.results(text, Settings(max_new_tokens, sampling=sampling, raw=raw), outcome), page)
+    if not outcome.identical:
+        raise typer.Exit(1)
+
+
+def report(
+    results: Annotated[Path, typer.Argument(help="A file that `outpace bench` wrote.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw speeds by task to this file (.png, .svg); needs matplotlib.")
+    ] = None,
+) -> None:
+    """Draw RESULTS as one page: the race, the guesses step by step, charts. It needs no network."""
+    from ..report import check_page
+
+    check_page(out)
+    if plot is not None:
+        from ..bench.results import read_results
+        from ..chart import check_plot, save_speeds
+
+        check_plot(plot)
+        save_speeds(read_results(results), plot)
+    _write_page(results, out)
+
+
+def _write_page(results: Path | dict[str, Any], path: Path) -> None:
+    from ..report import write_report
+
+    left_out = write_report(results, path)
+    if left_out:
+        typer.echo(f"to keep the page small, the races on {', '.join(left_out)} are not in it", err=True)
+    typer.echo(f"written to {path}: open it in a browser, {path.resolve().as_uri()}", err=True)
+
+
+def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome: Race) -> dict[str, object]:
+    from ..trace import settings_of
+
+    runs = [
+        {
+            **run.to_json(),
+            "sources": run.sources,
+            "settings": settings_of(method),
+            "speed": outcome.speed(run),
+            "differs_at": outcome.differs_at(run),
+        }
+        for method, run in zip(methods, outcome.runs, strict=True)
+    ]
+    return {
+        "model": decoder.model.name,
+        "prompt": prompt,
+        "identical": outcome.identical,
+        "verdict": outcome.verdict,
+        "runs": runs,
+    }

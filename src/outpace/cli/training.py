@@ -1,0 +1,121 @@
+"""`outpace train` and `outpace export`: heads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import UnknownNameError
+from . import options
+from .loading import load_both, load_decoder
+from .settings import choose_heads
+
+
+def train(
+    kinds: Annotated[
+        list[str], typer.Argument(help="medusa, hydra, amphista, exits: one or several, trained together.")
+    ],
+    prompts: Annotated[Path, typer.Option(help="JSON lines with prompts; the model's own answers are trained on.")],
+    out: Annotated[Path, typer.Option(help="Where the heads go, a folder each, and the answers.")],
+    model: options.Model = options.DEFAULT_MODEL,
+    answers: Annotated[
+        Path | None, typer.Option(help="Where answers are kept and found again. Default: in --out.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="KIND.NAME=VALUE", help="A setting of the heads. May be repeated.")
+    ] = [],  # noqa: B006
+    updates: Annotated[int, typer.Option(help="Stop after so many updates.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Or after so many minutes.")] = 0.0,
+    tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 16384,
+    rate: Annotated[float, typer.Option(help="The highest learning rate of matrices, by Muon.")] = 1e-2,
+    vector_rate: Annotated[float, typer.Option(help="The same for norms and biases, by AdamW.")] = 3e-3,
+    weight: Annotated[float, typer.Option(help="Of each head's loss, relative to the head before it.")] = 0.8,
+    hard: Annotated[float, typer.Option(help="Share of the loss that counts the model's choice alone.")] = 0.0,
+    held_out: Annotated[int, typer.Option(help="Prompts kept back, to measure accuracies on.")] = 256,
+    rounds: Annotated[int, typer.Option(help="How often all prompts are answered.")] = 1,
+    batch: Annotated[int, typer.Option(help="Prompts that are answered at a time.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
+    answer_minutes: Annotated[float, typer.Option(help="Stop answering after so long; 0: when all is answered.")] = 0.0,
+    seed: options.Seed = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the accuracies to this file (.png, .svg); needs matplotlib.")
+    ] = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train heads that draft, on the model's own answers. Ends with a table of held-out accuracies.
+
+    On several GPUs: accelerate launch -m outpace train ...
+    """
+    from ..board import console_for_output
+    from ..chart import check_plot, print_accuracies, progress_bar, save_accuracies
+    from ..training.data import read_prompts
+    from ..training.run import Answers, make_heads, open_out
+    from ..training.run import answers as get_answers
+    from ..training.run import train as run
+    from ..training.team import Team
+    from ..training.trainer import Plan
+
+    team = Team()
+    plan = Plan(updates, minutes, tokens, rate, vector_rate, weight, hard, seed=seed)
+    how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
+    chosen = choose_heads(kinds, settings)
+    texts = read_prompts(prompts)
+    check_plot(plot)
+    open_out(out, resume)  # before anything that takes long
+    decoder, loaded = load_both(model, dtype, device or team.device)
+    ends = decoder.model.ends()
+    heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
+    with progress_bar("answering", team.leads) as show:
+        train_on, held = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team)
+    made_by = {"prompts": prompts.name, **asdict(how)}
+    with progress_bar("training", team.leads) as show:
+        found = run(
+            *(loaded, decoder.model, heads, train_on, held, plan, out),
+            resume=resume,
+            made_by=made_by,
+            show=show,
+            team=team,
+        )
+    if not team.leads:
+        return
+    accuracies = {name: part.tolist() for name, part in found.items()}
+    if plot is not None:
+        save_accuracies(accuracies, plot)
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "accuracies": accuracies}))
+        return
+    print_accuracies(console_for_output(), accuracies)
+    typer.echo(f"kept in {out}: use them with --method KIND (exits: adadecode) --set heads={out}/KIND", err=True)
+
+
+def export(
+    kind: Annotated[str, typer.Argument(help="medusa")],
+    folder: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
+    to: Annotated[str, typer.Option(metavar="vllm|tgi|reference", help="Whose format.")],
+    heads: Annotated[
+        Path | None, typer.Option(help="Trained heads. Default: those that come with Outpace.", show_default=False)
+    ] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+) -> None:
+    """Write trained heads to FOLDER in the format of another system."""
+    from ..heads import KINDS
+    from ..heads.exporting import FORMATS
+    from ..heads.exporting import export as write
+
+    if kind not in KINDS:
+        raise UnknownNameError("kind of heads", kind, KINDS)
+    if to not in FORMATS:
+        raise UnknownNameError("format", to, FORMATS)
+    decoder = load_decoder(model, dtype, device)
+    method: Any = decoder.prepare(kind, **({"heads": str(heads)} if heads else {}))
+    write(method.heads.heads, decoder.model, to, folder)
+    typer.echo(f"written to {folder}", err=True)

@@ -1,0 +1,196 @@
+"""`outpace generate` writes texts, and `outpace verify` checks one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InputError, OutpaceError
+from . import options
+from .loading import load_decoder
+from .settings import choose_method
+
+if TYPE_CHECKING:
+    from ..decoder import Decoder
+    from ..draft import Step
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Write answers to the prompts of this file (JSON lines, or .txt) together, as JSON lines."),
+    ] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    method: Annotated[
+        str | None, typer.Option(help="How to draft. Default: lookahead, on a CPU prompt-lookup.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
+    ] = [],  # noqa: B006 (typer copies it)
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the so many best tokens; 0 is off.")] = 0,
+    top_p: options.TopP = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens below this part of the best one's probability.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 discourages tokens of the prompt and answer.")
+    ] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off the logit of a token that the answer has.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time that the answer has it.")] = 0.0,
+    seed: options.Seed = 0,
+    rule: Annotated[str, typer.Option(metavar="keyed|rejection", help="How samples are drawn.")] = "keyed",
+    stop: Annotated[list[str], typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = [],  # noqa: B006
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    runtime: options.Runtime = "auto",
+    exact: options.Exact = False,
+    parallel: Annotated[
+        bool,
+        typer.Option("--parallel", help="Deal drafts out to the ranks that torchrun started; the first one prints."),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="With --parallel: a rank that is silent for so many seconds is an error.")
+    ] = 120.0,
+    raw: options.Raw = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write all that the run did to this file, for `outpace verify`.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write an answer to PROMPT, or to each prompt of a file."""
+    from ..picking import Sampling
+    from ..picture import check_picture, save_staircase
+    from ..trace import record
+    from ..training.data import read_prompts
+
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        rule=rule,  # type: ignore[arg-type] # checked by Sampling
+    )
+    name, given = choose_method(method, settings, device)
+    check_picture(picture, name)
+    if prompts is not None and (prompt is not None or trace or picture or parallel):
+        raise InputError("--prompts has all prompts: PROMPT, --trace, --picture and --parallel do not go with it.")
+    if prompt is None and prompts is None:
+        raise InputError("there is no prompt. Give a PROMPT, or a file of prompts with --prompts.")
+    texts = read_prompts(prompts) if prompts is not None else [options.read_prompt(prompt or "")]
+    silent = False
+    if parallel:
+        from ..parallel import join, local_device
+
+        device = device or local_device()
+    decoder = load_decoder(model, dtype, device, runtime, exact)
+    if parallel:
+        joined = join(decoder, timeout)
+        decoder, silent = joined, joined.ranks.rank > 0
+    decoder.method = decoder.prepare(name, **given)
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
+    if prompts is not None:
+        _write_together(decoder, texts, {**asked, "raw": raw})
+        return
+    tokens = decoder.encode(texts[0], raw)
+    if silent:
+        for _ in decoder.stream(tokens, **asked):
+            pass
+        return
+    steps = _write(decoder, tokens, asked, as_json)
+    if trace is not None:
+        record(decoder, decoder.method, tokens, steps, model=model, **asked).save(trace)
+        if not as_json:
+            typer.echo(f"trace in {trace}: check it with `outpace verify {trace}`", err=True)
+    if picture is not None:
+        save_staircase(picture, steps, decoder.model.layers, lambda token: decoder.tokenizer.decode([token]))
+
+
+def verify(
+    trace: Annotated[Path, typer.Argument(help="A file that --trace wrote.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Option(help="Default: the model that the trace names.", show_default=False)
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Scores so near are a near-tie. Default: by the dtype, float32 0.001.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar=options.DTYPES, help="Default: as in the trace.", show_default=False),
+    ] = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Score the text of a trace again with plain forwards, and pick each token again. Exit code 1 on a failure."""
+    from ..board import console_for_output
+    from ..chart import print_receipt
+    from ..receipt import check
+    from ..trace import read_trace
+
+    found = read_trace(trace)
+    decoder = load_decoder(model or found.model, dtype or found.about.get("dtype"), device)
+    receipt = check(decoder, found, tolerance)
+    if as_json:
+        typer.echo(json.dumps(receipt.to_json()))
+    else:
+        print_receipt(console_for_output(), receipt, decoder.tokenizer)
+    if not receipt.passed:
+        raise typer.Exit(1)
+
+
+def _write(decoder: Decoder, tokens: list[int], asked: dict[str, Any], as_json: bool) -> list[Step]:
+    """Write and print: the text as it comes, or at the end one JSON object."""
+    from ..board import numbers
+
+    result = decoder.begin(tokens)
+    steps = []
+    for step in result.follow(decoder.stream(tokens, **asked)):
+        steps.append(step)
+        if not as_json:
+            typer.echo(step.text, nl=False)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+    else:
+        typer.echo()
+        typer.echo(f"{result.method}: {numbers(result)}", err=True)
+    return steps
+
+
+def _write_together(decoder: Decoder, prompts: list[str], asked: dict[str, Any]) -> None:
+    """Write and print: a JSON object for each text, when it ends. Exit code 2 if one failed."""
+    from ..chart import progress_bar
+
+    batch = decoder.stream(prompts, **asked)
+    results = [decoder.begin(request.prompt) for request in batch.requests]
+    start = perf_counter()
+    done = failed = 0
+    with progress_bar("writing") as show:
+        for number, item in batch:
+            result = results[number]
+            result.seconds = perf_counter() - start
+            error = {}
+            if isinstance(item, Exception):
+                result.finish_reason, error = "error", {"error": str(item)}
+                failed += 1
+            else:
+                result.take(item)
+            if result.finish_reason is not None:
+                done += 1
+                typer.echo(json.dumps({"number": number, "prompt": prompts[number], **result.to_json(), **error}))
+                show(done / len(prompts))
+    if failed:
+        raise OutpaceError(f"{failed} of {len(prompts)} texts failed; their lines have an error.")
