@@ -33,6 +33,7 @@ constexpr int LINE = 64 / sizeof(float);  // of the cache
 constexpr int GROUP = std::max(LINE, STEP);
 constexpr int AHEAD = 2;                  // blocks of weights that are fetched ahead
 constexpr int64_t FEW = 32;               // beyond, BLAS is as quick or quicker, though it packs the weights first
+constexpr int64_t TOGETHER = 32;          // rows that go through all weights together, so that they stay in the cache
 constexpr int64_t GRAIN = 1 << 15;        // multiplications that are worth a thread
 
 typedef float Vector __attribute__((vector_size(BYTES), aligned(alignof(float)), may_alias));
@@ -68,7 +69,7 @@ struct Product {
       }
     };
     int64_t k = 0;
-    if (M > 1 && row == 0) {  // the first to read these weights; a single row reads them in one stream, which needs no help
+    if (M > 1 && row % TOGETHER == 0) {  // the first to read these weights; a single row reads them in one stream, which needs no help
       for (; k + GROUP <= inputs; k += GROUP) {
         for (int ahead = 0; ahead < N * GROUP; ahead += LINE)
           __builtin_prefetch(w + AHEAD * N * inputs + N * k + ahead, 0, 2);
@@ -100,12 +101,13 @@ struct Product {
     block<N, M>(row, output);
   }
 
+  // Rows from `first` to `stop`.
   template <int N>
-  void column(int64_t output, int64_t count) const {
-    if (count == 1) {
-      for (int n = 0; n < N; n++) block<1, 1>(0, output + n);
+  void column(int64_t output, int64_t first, int64_t stop) const {
+    if (stop - first == 1) {
+      for (int n = 0; n < N; n++) block<1, 1>(first, output + n);
     } else {
-      for (int64_t row = 0; row < count; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, count - row));
+      for (int64_t row = first; row < stop; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, stop - row));
     }
   }
 };
@@ -118,9 +120,10 @@ Tensor blas(const Tensor& rows, const Tensor& weights, const std::optional<Tenso
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Tensor>& bias) {
+// With `exact` never by BLAS, which gives a row other bits beside other rows.
+Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Tensor>& bias, bool exact) {
   const int64_t outputs = weights.size(0), inputs = weights.size(1), count = input.numel() / inputs;
-  if (count > FEW) return blas(input, weights, bias);
+  if (count > FEW && !exact) return blas(input, weights, bias);
   const Tensor rows = torch::stable::contiguous(input);
   std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
   shape.back() = outputs;
@@ -134,10 +137,13 @@ Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Te
       outputs};
   const int64_t grain = 1 + GRAIN / (OUTPUTS * inputs);
   torch::stable::parallel_for(0, (outputs + OUTPUTS - 1) / OUTPUTS, grain, [&](int64_t begin, int64_t end) {
-    int64_t output = begin * OUTPUTS;
     const int64_t stop = std::min(outputs, end * OUTPUTS);
-    for (; output + OUTPUTS <= stop; output += OUTPUTS) product.column<OUTPUTS>(output, count);
-    for (; output < stop; output++) product.column<1>(output, count);
+    for (int64_t first = 0; first < count; first += TOGETHER) {
+      const int64_t last = std::min(count, first + TOGETHER);
+      int64_t output = begin * OUTPUTS;
+      for (; output + OUTPUTS <= stop; output += OUTPUTS) product.column<OUTPUTS>(output, first, last);
+      for (; output < stop; output++) product.column<1>(output, first, last);
+    }
   });
   return out;
 }
@@ -145,7 +151,7 @@ Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Te
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outpace, library) {
-  library.def("linear(Tensor rows, Tensor weights, Tensor? bias) -> Tensor");
+  library.def("linear(Tensor rows, Tensor weights, Tensor? bias, bool exact=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(outpace, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }

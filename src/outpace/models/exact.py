@@ -1,0 +1,119 @@
+"""Exact mode on a CPU, in float32: a row has the same bits whatever is computed beside it.
+
+Three things that torch computes have other bits beside other rows: products, attention, and functions like SiLU, because
+what its vectors leave over is computed in another way. `products.cpp` and `exact.cpp` have all three without that.
+Norms add up each row by itself, and what else a decoder does treats every number alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..errors import UnsupportedModel
+from ..pool import Placed
+
+
+class Seen(NamedTuple):
+    """What each row sees, as slots in the order of positions. Stands where others have a mask."""
+
+    text: torch.Tensor  # [texts, longest] first come the slots of the text before its rows
+    length: torch.Tensor  # [texts] how many of them
+    whose: torch.Tensor  # [rows] which text a row is of
+    positions: torch.Tensor  # [rows]
+    tails: torch.Tensor  # [rows, deepest] the slots that a row sees after the text
+    window: int = 0  # how many positions back a row sees; 0: all
+
+
+def seen_by(rows: Placed) -> Seen:
+    """What the rows see."""
+    parts = rows.parts
+    length = np.array([len(part.text) for part in parts])
+    text = np.zeros((len(parts), length.max()), dtype=np.int64)
+    each = [part.tails() for part in parts]
+    tails = np.zeros((len(rows), max(tail.shape[1] for tail in each)), dtype=np.int64)
+    first = 0
+    for line, (part, tail) in enumerate(zip(parts, each, strict=True)):
+        text[line, : len(part.text)] = part.text
+        tails[first : first + len(part), : tail.shape[1]] = tail
+        first += len(part)
+    whose = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return Seen(*map(torch.from_numpy, (text, length, whose)), rows.positions, torch.from_numpy(tails))
+
+
+def attend_exactly(
+    query: torch.Tensor,  # [1, heads, rows, size]
+    keys: torch.Tensor,  # [1, key heads, slots, size]
+    values: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    """[1, rows, heads, size]. `softcap` 0: none."""
+    *lists, window = seen
+    query = query if query.stride(3) == 1 else query.contiguous()
+    mixed: torch.Tensor = torch.ops.outpace.exact_attention(query, keys, values, *lists, window, scaling, softcap)
+    return mixed
+
+
+class ExactFunctions(TorchFunctionMode):
+    """Within it, what torch would give other bits beside other rows is computed by code of our own, or refused."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name  # of the model
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        ours = _OURS.get(func)
+        if ours is not None and (*args, *kwargs.values())[0].dtype == torch.float32:
+            return ours(*args, **kwargs)
+        if getattr(func, "__name__", "") in _PRODUCTS and args[0].shape[-1] != 1:  # one factor alone is no sum
+            raise UnsupportedModel(
+                f"{self._name} computes something with {func.__name__}, whose bits may depend on other rows. "
+                "Use exact=False."
+            )
+        return func(*args, **kwargs)
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.outpace.linear(input, weight.contiguous(), bias, True)
+    return product
+
+
+def _function(name: str) -> Callable[..., torch.Tensor]:
+    def compute(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        found: torch.Tensor = getattr(torch.ops.outpace, f"exact_{name}")(input)
+        return found
+
+    return compute
+
+
+def _gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return _function("gelu" if approximate == "none" else "gelu_tanh")(input)
+
+
+_OURS: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.gelu: _gelu, F.silu: _function("silu")}
+for _name in ("cos", "exp", "sigmoid", "sin", "tanh"):
+    _OURS[getattr(torch, _name)] = _OURS[getattr(torch.Tensor, _name)] = _function(_name)
+
+_PRODUCTS = {
+    "__matmul__",
+    "_grouped_mm",
+    "addmm",
+    "baddbmm",
+    "bilinear",
+    "bmm",
+    "conv1d",
+    "einsum",
+    "grouped_mm",
+    "linear",
+    "matmul",
+    "mm",
+    "scaled_dot_product_attention",
+}

@@ -1,0 +1,49 @@
+"""Exact mode on a CPU: ordinary forward passes, in which a row has the same bits whatever is beside it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from ..draft import Tree, chain
+from ..models.adapter import Output
+from .plain import Engine, Work
+
+TEXT = 67  # tokens that the engine is tried with
+PIECE = 13  # of which it reads so many at a time
+
+
+class ExactEngine(Engine):
+    """An engine for a model that computes exactly."""
+
+    name = "exact"
+
+    def is_exact(self) -> bool:
+        """Whether rows have the same bits in a tree, one by one, and beside another text, tried on this model."""
+        size = self.model.vocabulary
+        text = [token % size for token in range(7, 7 + 3 * TEXT, 3)]
+        answer = [token % size for token in (11, 5, 29, 17)]
+        tree = Tree(text[-1])
+        tree.insert([token % size for token in (11, 8, 3)], "check")
+        path = [0, *tree.insert(answer, "check")]
+        tree.insert([token % size for token in (2, 47, 31)], "check")
+        with self.pool.sequence(text) as sequence:  # all in one forward
+            together = self.score(sequence, tree.draft()).logits[path].clone()
+        whole, others = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
+        return all(torch.equal(self._in_pieces([whole, *beside]), together) for beside in ([], others))
+
+    def _in_pieces(self, texts: list[list[int]]) -> torch.Tensor:
+        """The logits of the first text from token TEXT on: read in pieces and then one by one, together with the other texts."""
+        found: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            sequences = [stack.enter_context(self.pool.sequence(text)) for text in texts]
+            done = 0
+            while done < len(texts[0]):
+                count = 1 if done >= TEXT - 1 else min(PIECE, TEXT - 1 - done)
+                works = [Work(self, each, self.pool.place_text(each, count), count) for each in sequences]
+                output = self.run(works)[0]
+                if done >= TEXT - 1 and isinstance(output, Output):
+                    found.append(output.logits.clone())
+                done += count
+        return torch.cat(found)
