@@ -16,26 +16,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
 using torch::stable::Tensor;
 
-constexpr int WIDTH = 16;               // numbers that are multiplied side by side
-constexpr int64_t GRAIN = 1 << 15;      // multiplications that are worth a thread
-constexpr int64_t FEW = 1 << 11;        // functions that are
-
-typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(alignof(float)), may_alias));
-typedef float Half __attribute__((vector_size(WIDTH / 2 * sizeof(float))));
-typedef float Quarter __attribute__((vector_size(WIDTH / 4 * sizeof(float))));
-
-inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-
-inline float total(Vector sums) {
-  const Half half = __builtin_shufflevector(sums, sums, 0, 1, 2, 3, 4, 5, 6, 7) +
-                    __builtin_shufflevector(sums, sums, 8, 9, 10, 11, 12, 13, 14, 15);
-  const Quarter quarter = __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
-  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
-}
+constexpr int SUMS = 4, STEP = SUMS * WIDTH;  // a score is added up in so many vectors
+constexpr int BLOCK = std::max(1, 64 / WIDTH);  // vectors of values that are added up together
+constexpr int64_t GRAIN = 1 << 15;            // multiplications that are worth a thread
+constexpr int64_t FEW = 1 << 11;              // functions that are
 
 // Keys or values: where those of a head and a slot lie.
 struct Stored {
@@ -64,16 +54,18 @@ struct Attention {
   }
 
   float score(const float* asked, const float* key) const {
-    Vector sums = {};
+    Vector sums[SUMS] = {};
     int64_t place = 0;
-    for (; place + WIDTH <= size; place += WIDTH) sums += load(asked + place) * load(key + place);
-    float sum = total(sums);
-    for (; place < size; place++) sum += asked[place] * key[place];
-    sum *= scaling;
-    return softcap > 0 ? std::tanh(sum / softcap) * softcap : sum;
+    for (; place + STEP <= size; place += STEP)
+      for (int sum = 0; sum < SUMS; sum++) sums[sum] += load(asked + place + sum * WIDTH) * load(key + place + sum * WIDTH);
+    for (; place + WIDTH <= size; place += WIDTH) sums[0] += load(asked + place) * load(key + place);
+    float score = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; place < size; place++) score += asked[place] * key[place];
+    score *= scaling;
+    return softcap > 0 ? std::tanh(score / softcap) * softcap : score;
   }
 
-  // N vectors of the sum of weighted values, from `place` on.
+  // N vectors of the weighted mean of values.
   template <int N>
   void mix(const float* value, const std::vector<int64_t>& slots, const std::vector<float>& weights, float sum,
            float* mixed) const {
@@ -99,7 +91,8 @@ struct Attention {
     for (float& weight : weights) sum += weight = std::exp(weight - best);
     float* mixed = out + (row * heads + head) * size;
     int64_t place = 0;
-    for (; place + 4 * WIDTH <= size; place += 4 * WIDTH) mix<4>(value + place, slots, weights, sum, mixed + place);
+    for (; place + BLOCK * WIDTH <= size; place += BLOCK * WIDTH)
+      mix<BLOCK>(value + place, slots, weights, sum, mixed + place);
     for (; place + WIDTH <= size; place += WIDTH) mix<1>(value + place, slots, weights, sum, mixed + place);
     for (; place < size; place++) {
       float one = 0;

@@ -1,13 +1,14 @@
 """Exact mode on a CPU, in float32: a row has the same bits whatever is computed beside it.
 
-Three things that torch computes have other bits beside other rows: products, attention, and functions like SiLU, because
-what its vectors leave over is computed in another way. `products.cpp` and `exact.cpp` have all three without that.
-Norms add up each row by itself, and what else a decoder does treats every number alike.
+Of what torch computes, three things have other bits beside other rows: products, attention, and functions like SiLU,
+because what its vectors leave over is computed in another way. `products.cpp` and `exact.cpp` have all three without
+that. Norms add up each row by itself, and what else a decoder does treats every number alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,17 +34,21 @@ class Seen(NamedTuple):
 def seen_by(rows: Placed) -> Seen:
     """What the rows see."""
     parts = rows.parts
-    length = np.array([len(part.text) for part in parts])
-    text = np.zeros((len(parts), length.max()), dtype=np.int64)
-    each = [part.tails() for part in parts]
-    tails = np.zeros((len(rows), max(tail.shape[1] for tail in each)), dtype=np.int64)
+    ends = [part.tails() for part in parts]
+    text = np.zeros((len(parts), max(len(part.text) for part in parts)), dtype=np.int64)
+    tails = np.zeros((len(rows), max(end.shape[1] for end in ends)), dtype=np.int64)
     first = 0
-    for line, (part, tail) in enumerate(zip(parts, each, strict=True)):
+    for line, (part, end) in enumerate(zip(parts, ends, strict=True)):
         text[line, : len(part.text)] = part.text
-        tails[first : first + len(part), : tail.shape[1]] = tail
+        tails[first : first + len(part), : end.shape[1]] = end
         first += len(part)
-    whose = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return Seen(*map(torch.from_numpy, (text, length, whose)), rows.positions, torch.from_numpy(tails))
+    return Seen(
+        torch.from_numpy(text),
+        torch.tensor([len(part.text) for part in parts]),
+        torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part) for part in parts])),
+        rows.positions,
+        torch.from_numpy(tails),
+    )
 
 
 def attend_exactly(
@@ -70,10 +75,9 @@ class ExactFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        ours = _OURS.get(func)
-        if ours is not None and (*args, *kwargs.values())[0].dtype == torch.float32:
-            return ours(*args, **kwargs)
-        if getattr(func, "__name__", "") in _PRODUCTS and args[0].shape[-1] != 1:  # one factor alone is no sum
+        if func in _OURS and args[0].dtype == torch.float32:
+            return _OURS[func](*args, **kwargs)
+        if func in _PRODUCTS and args[0].shape[-1] != 1:  # one factor alone is no sum
             raise UnsupportedModel(
                 f"{self._name} computes something with {func.__name__}, whose bits may depend on other rows. "
                 "Use exact=False."
@@ -98,22 +102,22 @@ def _gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return _function("gelu" if approximate == "none" else "gelu_tanh")(input)
 
 
-_OURS: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.gelu: _gelu, F.silu: _function("silu")}
-for _name in ("cos", "exp", "sigmoid", "sin", "tanh"):
-    _OURS[getattr(torch, _name)] = _OURS[getattr(torch.Tensor, _name)] = _function(_name)
+def _homes(*names: str) -> Iterator[tuple[str, Any]]:
+    """Everything in torch that bears one of the names."""
+    for name, home in product(names, (torch, torch.Tensor, F)):
+        if hasattr(home, name):
+            yield name, getattr(home, name)
 
+
+_OURS: dict[Any, Callable[..., torch.Tensor]] = {
+    F.linear: _linear,
+    F.gelu: _gelu,
+    **{func: _function(name) for name, func in _homes("cos", "exp", "sigmoid", "silu", "sin", "tanh")},
+}
 _PRODUCTS = {
-    "__matmul__",
-    "_grouped_mm",
-    "addmm",
-    "baddbmm",
-    "bilinear",
-    "bmm",
-    "conv1d",
-    "einsum",
-    "grouped_mm",
-    "linear",
-    "matmul",
-    "mm",
-    "scaled_dot_product_attention",
+    func
+    for _, func in _homes(
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "einsum", "tensordot"),
+        *("linear", "bilinear", "conv1d", "grouped_mm", "_grouped_mm", "scaled_dot_product_attention"),
+    )
 }

@@ -25,7 +25,8 @@ from torch import nn
 
 from ..errors import InputError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("products.cpp", "exact.cpp"))
+HERE = Path(__file__).parent
+SOURCES = (HERE / "products.cpp", HERE / "exact.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC")
 WITHOUT = "use runtime='plain' and exact=False"
@@ -86,9 +87,7 @@ def load() -> None:
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be loaded ({error.__cause__ or error}). Delete it, or {WITHOUT}."
-        ) from error
+        raise InputError(f"{path} cannot be loaded ({error.__cause__ or error}). Delete it, or {WITHOUT}.") from error
     torch.library.register_fake(
         "outpace::linear", lambda rows, weights, bias, exact=False: rows.new_empty(*rows.shape[:-1], len(weights))
     )
@@ -110,7 +109,8 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
     root = Path(torch.__file__).parent
     # The compiler's macros name its version and every instruction set that it found in this processor.
     macros = _run(compiler, *FLAGS, "-E", "-dM", "-x", "c++", os.devnull)
-    parts = (*(source.read_text() for source in SOURCES), macros, torch.__version__, str(root), compiler, *FLAGS)
+    texts = [source.read_text() for source in (HERE / "vectors.h", *SOURCES)]
+    parts = (*texts, macros, torch.__version__, str(root), compiler, *FLAGS)
     path = folder / f"{sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     if not path.exists():
         libraries = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10")

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ..draft import Tree, chain
+from ..draft import Tree
 from ..models.adapter import Output
 from .plain import Engine, Work
 
@@ -34,7 +34,7 @@ class ExactEngine(Engine):
         return all(torch.equal(self._in_pieces([whole, *beside]), together) for beside in ([], others))
 
     def _in_pieces(self, texts: list[list[int]]) -> torch.Tensor:
-        """The logits of the first text from token TEXT on: read in pieces and then one by one, together with the other texts."""
+        """The logits of the first text's end: read in pieces and then one by one, all texts together."""
         found: list[torch.Tensor] = []
         with ExitStack() as stack:
             sequences = [stack.enter_context(self.pool.sequence(text)) for text in texts]
