@@ -19,7 +19,7 @@ from outpace import Autoregressive, Decoder, InputError, Sampling, UnsupportedMo
 from outpace.draft import Draft, chain
 from outpace.models import products
 from outpace.models.adapter import Output
-from outpace.models.exact import ExactFunctions, attend_exactly, seen_by
+from outpace.models.exact import ExactFunctions, Seen, attend_exactly, seen_by
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.pool import Packed
@@ -120,16 +120,14 @@ def test_attention(rng: random.Random, window: int, softcap: float) -> None:
 
     other_pool, other = placed(length, random_tree(count, rng), rng)
     moved, beside = (draw(1, key_heads, other_pool.capacity + pool.capacity + 2, size) for _ in range(2))
-    seen = seen_by(rows)
     for row in range(count):
         slots = [*rows.text, *rows.tails()[row]][: int(rows.positions[row]) + 1]
         places = rng.sample(range(moved.shape[2]), len(slots))
         moved[:, :, places], beside[:, :, places] = keys[:, :, slots], values[:, :, slots]
-        text = torch.tensor([places[:-1]], dtype=torch.long)
-        alone = seen._replace(
-            text=text,
-            length=torch.tensor([len(places) - 1]),
-            whose=torch.tensor([0]),
+        alone = Seen(
+            text=torch.tensor([7, *places[:-1]]),
+            first=torch.tensor([1]),
+            past=torch.tensor([len(places) - 1]),
             positions=rows.positions[row : row + 1],
             tails=torch.tensor([places[-1:]]),
             window=window,
@@ -237,7 +235,7 @@ def test_models_that_it_cannot_compute_are_refused_and_left_as_they_were(name: s
     [
         (torch.bfloat16, "auto", "is in bfloat16. Use dtype='float32'"),
         (torch.float64, "auto", "is in float64"),
-        (torch.float32, "graphs", "needs runtime='plain', not 'graphs'"),
+        (torch.float32, "graphs", "needs runtime='plain' or 'compiled', not 'graphs'"),
     ],
 )
 def test_what_cannot_be_exact_is_named(dtype: torch.dtype, runtime: str, words: str) -> None:

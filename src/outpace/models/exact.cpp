@@ -40,17 +40,16 @@ struct Attention {
   const Stored query, keys, values;  // of a query, rows are in the place of slots
   float* out;                        // [rows, heads, size]
   const int64_t heads, groups, size;  // `groups` query heads share a key head
-  const int64_t *text, *length, *whose, *positions, *tails;
-  const int64_t capacity, depth, window;
+  const int64_t *text, *first, *past, *positions, *tails;
+  const int64_t depth, window;
   const float scaling, softcap;
 
   // The slots that a row sees, in order.
   void list(int64_t row, std::vector<int64_t>& slots) const {
     const int64_t stop = positions[row] + 1, start = window ? std::max<int64_t>(0, stop - window) : 0;
-    const int64_t past = length[whose[row]];
     slots.clear();
     for (int64_t place = start; place < stop; place++)
-      slots.push_back(place < past ? text[whose[row] * capacity + place] : tails[row * depth + place - past]);
+      slots.push_back(place < past[row] ? text[first[row] + place] : tails[row * depth + place - past[row]]);
   }
 
   float score(const float* asked, const float* key) const {
@@ -102,22 +101,21 @@ struct Attention {
   }
 };
 
-// [1, rows, heads, size] of `asked` [1, heads, rows, size], `keys` and `values` [1, key heads, slots, size]. The numbers of a
-// head lie one after the other. `text` [texts, capacity] has the slots of each text before its rows, `length` [texts] how
-// many, `whose` [rows] the text of each row, `tails` [rows, depth] the slots that it sees after the text. `window` 0: all.
-Tensor attention(const Tensor& asked, const Tensor& keys, const Tensor& values, const Tensor& text, const Tensor& length,
-                 const Tensor& whose, const Tensor& positions, const Tensor& tails, int64_t window, double scaling,
+// [1, rows, heads, size] of `asked` [1, heads, rows, size], `keys` and `values` [1, key heads, slots, size], in which the
+// numbers of a head lie one after the other. exact.py says what the lists are (`Seen`).
+Tensor attention(const Tensor& asked, const Tensor& keys, const Tensor& values, const Tensor& text, const Tensor& first,
+                 const Tensor& past, const Tensor& positions, const Tensor& tails, int64_t window, double scaling,
                  double softcap) {
   const int64_t heads = asked.size(1), rows = asked.size(2), size = asked.size(3);
   Tensor out = torch::stable::new_empty(asked, std::vector<int64_t>{1, rows, heads, size});
   const Attention work{
       Stored(asked), Stored(keys), Stored(values), out.mutable_data_ptr<float>(),
       heads, heads / keys.size(1), size,
-      text.const_data_ptr<int64_t>(), length.const_data_ptr<int64_t>(), whose.const_data_ptr<int64_t>(),
+      text.const_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(), past.const_data_ptr<int64_t>(),
       positions.const_data_ptr<int64_t>(), tails.const_data_ptr<int64_t>(),
-      text.size(1), tails.size(1), window,
+      tails.size(1), window,
       static_cast<float>(scaling), static_cast<float>(softcap)};
-  const int64_t grain = 1 + GRAIN / (1 + 2 * size * (text.size(1) + tails.size(1)));
+  const int64_t grain = 1 + GRAIN / (2 * size * (text.size(0) + tails.size(1)));
   torch::stable::parallel_for(0, rows * heads, grain, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> slots;
     std::vector<float> weights;
@@ -152,7 +150,7 @@ float gelu_tanh(float x) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outpace, library) {
   library.def(
-      "exact_attention(Tensor asked, Tensor keys, Tensor values, Tensor text, Tensor length, Tensor whose, "
+      "exact_attention(Tensor asked, Tensor keys, Tensor values, Tensor text, Tensor first, Tensor past, "
       "Tensor positions, Tensor tails, int window, float scaling, float softcap) -> Tensor");
   for (const char* schema :
        {"exact_cos(Tensor x) -> Tensor", "exact_exp(Tensor x) -> Tensor", "exact_gelu(Tensor x) -> Tensor",

@@ -23,29 +23,35 @@ from ..pool import Placed
 class Seen(NamedTuple):
     """What each row sees, as slots in the order of positions. Stands where others have a mask."""
 
-    text: torch.Tensor  # [texts, longest] first come the slots of the text before its rows
-    length: torch.Tensor  # [texts] how many of them
-    whose: torch.Tensor  # [rows] which text a row is of
+    text: torch.Tensor  # [slots] those of each text before its rows, one text after the other
+    first: torch.Tensor  # [rows] where those of the row's text begin
+    past: torch.Tensor  # [rows] how many they are
     positions: torch.Tensor  # [rows]
     tails: torch.Tensor  # [rows, deepest] the slots that a row sees after the text
     window: int = 0  # how many positions back a row sees; 0: all
+
+
+_LEAST = (13, 17)  # slots and depth: sizes that the model has elsewhere, or of one, would be compiled apart
 
 
 def seen_by(rows: Placed) -> Seen:
     """What the rows see."""
     parts = rows.parts
     ends = [part.tails() for part in parts]
-    text = np.zeros((len(parts), max(len(part.text) for part in parts)), dtype=np.int64)
-    tails = np.zeros((len(rows), max(end.shape[1] for end in ends)), dtype=np.int64)
-    first = 0
-    for line, (part, end) in enumerate(zip(parts, ends, strict=True)):
-        text[line, : len(part.text)] = part.text
-        tails[first : first + len(part), : end.shape[1]] = end
-        first += len(part)
+    text = np.zeros(max(_LEAST[0], sum(len(part.text) for part in parts)), dtype=np.int64)
+    first, past = np.zeros((2, len(rows)), dtype=np.int64)
+    tails = np.zeros((len(rows), max(_LEAST[1], *(end.shape[1] for end in ends))), dtype=np.int64)
+    row = place = 0
+    for part, end in zip(parts, ends, strict=True):
+        mine, length = slice(row, row + len(part)), len(part.text)
+        text[place : place + length] = part.text
+        first[mine], past[mine] = place, length
+        tails[mine, : end.shape[1]] = end
+        row, place = row + len(part), place + length
     return Seen(
         torch.from_numpy(text),
-        torch.tensor([len(part.text) for part in parts]),
-        torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part) for part in parts])),
+        torch.from_numpy(first),
+        torch.from_numpy(past),
         rows.positions,
         torch.from_numpy(tails),
     )

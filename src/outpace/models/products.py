@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeGuard
@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 SOURCES = (HERE / "products.cpp", HERE / "exact.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC")
+FUNCTIONS = ("cos", "exp", "gelu", "gelu_tanh", "sigmoid", "silu", "sin", "tanh")  # of `exact.cpp`
 WITHOUT = "use runtime='plain' and exact=False"
 REMEDY = f"Install a C++ compiler (g++ or clang++), or {WITHOUT}."
 
@@ -88,9 +89,13 @@ def load() -> None:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise InputError(f"{path} cannot be loaded ({error.__cause__ or error}). Delete it, or {WITHOUT}.") from error
-    torch.library.register_fake(
-        "outpace::linear", lambda rows, weights, bias, exact=False: rows.new_empty(*rows.shape[:-1], len(weights))
-    )
+    fakes: dict[str, Callable[..., torch.Tensor]] = {
+        "linear": lambda rows, weights, bias, exact=False: rows.new_empty(*rows.shape[:-1], len(weights)),
+        "exact_attention": lambda query, *_: query.new_empty(1, query.shape[2], query.shape[1], query.shape[3]),
+        **{f"exact_{name}": lambda x: x.new_empty(x.shape) for name in FUNCTIONS},
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"outpace::{name}", fake)
 
 
 def folder() -> Path:

@@ -81,8 +81,8 @@ def _exact_engine(model: Any, rows: int) -> GraphEngine:
 
 
 def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
-    if runtime not in ("auto", "plain"):
-        raise InputError(f"on a CPU exact mode needs runtime='plain', not {runtime!r}.")
+    if runtime not in ("auto", "plain", "compiled"):
+        raise InputError(f"on a CPU exact mode needs runtime='plain' or 'compiled', not {runtime!r}.")
     if model.dtype != torch.float32:
         name = str(model.dtype).removeprefix("torch.")
         raise InputError(f"on a CPU exact mode needs float32, and {model.name} is in {name}. Use dtype='float32'.")
@@ -90,7 +90,9 @@ def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
         raise UnsupportedModel(f"{model.name} has attention that exact mode cannot compute. Use exact=False.")
     _fuse(model)
     model.compute_exactly()
-    engine = ExactEngine(model)
+    if runtime == "compiled":
+        model.compile_layers()
+    engine = ExactEngine(model, compiled=runtime == "compiled")
     try:
         if not engine.is_exact():
             raise UnsupportedModel(

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import torch
 
-from ..draft import Tree
-from ..models.adapter import Output
+from ..draft import Tree, chain
+from ..models.adapter import Model, Output
 from .plain import Engine, Work
 
 TEXT = 67  # tokens that the engine is tried with
@@ -17,7 +17,9 @@ PIECE = 13  # of which it reads so many at a time
 class ExactEngine(Engine):
     """An engine for a model that computes exactly."""
 
-    name = "exact"
+    def __init__(self, model: Model, compiled: bool = False) -> None:
+        super().__init__(model, compiled)
+        self.name = "exact, compiled" if compiled else "exact"
 
     def is_exact(self) -> bool:
         """Whether rows have the same bits in a tree, one by one, and beside another text, tried on this model."""
@@ -28,6 +30,8 @@ class ExactEngine(Engine):
         tree.insert([token % size for token in (11, 8, 3)], "check")
         path = [0, *tree.insert(answer, "check")]
         tree.insert([token % size for token in (2, 47, 31)], "check")
+        with self.pool.sequence(text) as sequence:
+            self.score(sequence, chain(text[-1], (), ""))  # the first forward makes the storage, and is not compiled
         with self.pool.sequence(text) as sequence:  # all in one forward
             together = self.score(sequence, tree.draft()).logits[path].clone()
         whole, others = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
