@@ -5,7 +5,7 @@
     python scripts/measure.py replay --out out/replay.jsonl --data FILE    the same for heads, on plain decoding's texts
     python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
     python scripts/measure.py batch  --out out/batch.jsonl                 tokens/s of batches, in one process
-    python scripts/measure.py batch  --out out/batch.jsonl --exact         the same, and whether all logits' bits are equal
+    python scripts/measure.py batch  --out out/batch.jsonl --exact         the same, and whether logits' bits are equal
     python scripts/measure.py price  --repeats 7                           a step's cost on a CPU, in exact mode and not
     python scripts/measure.py heads  --plot FILE                           held-out accuracies of the shipped heads
 

@@ -158,11 +158,8 @@ def logits_of(engine: ExactEngine, texts: list[list[int]], drafts: list[Draft], 
         return [output.logits.clone() for output in outputs if isinstance(output, Output)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(rng=st.randoms(use_true_random=False))
-@settings(max_examples=3)
-def test_a_row_has_the_same_bits_in_any_tree_piece_and_batch(name: str, rng: random.Random) -> None:
-    engine = exact_engine(name)
+def check_bits(engine: ExactEngine, rng: random.Random) -> None:
+    """Rows of three drafts that are computed together, against the same rows alone."""
     texts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 50))] for _ in range(3)]
     drafts = []
     for text in texts:
@@ -177,6 +174,24 @@ def test_a_row_has_the_same_bits_in_any_tree_piece_and_batch(name: str, rng: ran
         (alone,) = logits_of(engine, [whole], [chain(whole[-1], (), "")], rng.choice([1, len(whole)]))
         assert torch.equal(found[row], alone[0])
     assert engine.pool.held == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=st.randoms(use_true_random=False))
+@settings(max_examples=3)
+def test_a_row_has_the_same_bits_in_any_tree_piece_and_batch(name: str, rng: random.Random) -> None:
+    check_bits(exact_engine(name), rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPTNeoX", "OPT"])
+def test_compiled_layers_too(name: str) -> None:
+    engine = engine_for(HFModel(tiny(name)), "compiled", exact=True)
+    assert isinstance(engine, ExactEngine)
+    assert engine.name == "exact, compiled"
+    rng = random.Random(0)
+    for _ in range(6):
+        check_bits(engine, rng)
 
 
 class Recorder:

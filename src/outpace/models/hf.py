@@ -83,7 +83,7 @@ class HFModel:
     def compile_layers(self) -> None:
         """From now on `forward` may be asked for compiled layers. Layers of one kind share what is compiled."""
         if self.device.type == "cpu":
-            run = compile_together([gate.layer for gate in self._gates])
+            run = compile_together([gate.layer for gate in self._gates], whole=self._exact)
             for gate in self._gates:
                 gate.run_compiled = partial(run, gate.layer)
         else:
@@ -102,7 +102,10 @@ class HFModel:
         return self._products.replace(self._mirror)
 
     def compute_exactly(self) -> None:
-        """On a CPU in float32: from now on a row has the same bits whatever is beside it. `unfuse` undoes it."""
+        """On a CPU in float32: from now on a row has the same bits whatever is beside it. `unfuse` undoes it.
+
+        Compile layers after it, not before.
+        """
         self._products.undo()
         load_operators()
         self._exact = True
