@@ -92,7 +92,9 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
 Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
-Exact = Annotated[bool, typer.Option("--exact", help="The same bits with every method, at some cost: CUDA, or a CPU in float32.")]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="CUDA, or a CPU in float32: the same bits with every method, at some cost.")
+]
 Parallel = Annotated[
     bool, typer.Option("--parallel", help="Deal drafts out to the ranks that torchrun started; the first one prints.")
 ]

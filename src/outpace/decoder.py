@@ -110,8 +110,8 @@ _JSON = (
 class Decoder:
     """A model and a tokenizer, ready to write. It takes the model as it is now, and one thread at a time.
 
-    On the runtimes "graphs" and "compiled", and in exact mode, the model's q, k, v and its gate and up weights become views of joined ones:
-    the same values, in another place. `decoder.model.unfuse()` parts them again.
+    On the runtimes "graphs" and "compiled", and in exact mode, the model's q, k, v and its gate and up weights become
+    views of joined ones: the same values, in another place. `decoder.model.unfuse()` parts them again.
 
     >>> import outpace
     >>> decoder = outpace.load("smollm2-135m", method="lookahead")  # doctest: +SKIP

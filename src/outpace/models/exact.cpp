@@ -23,11 +23,11 @@ namespace {
 using torch::stable::Tensor;
 
 constexpr int SUMS = 4, STEP = SUMS * WIDTH;  // a score is added up in so many vectors
-constexpr int BLOCK = std::max(1, 64 / WIDTH);  // vectors of values that are added up together
+constexpr int BLOCK = 64 / WIDTH;             // vectors of values that are added up together
 constexpr int64_t GRAIN = 1 << 15;            // multiplications that are worth a thread
 constexpr int64_t FEW = 1 << 11;              // functions that are
 
-// Keys or values: where those of a head and a slot lie.
+// Where the keys or values of a head and a slot lie.
 struct Stored {
   const float* first;
   int64_t head, slot;
@@ -37,8 +37,8 @@ struct Stored {
 };
 
 struct Attention {
-  const Stored query, keys, values;  // of a query, rows are in the place of slots
-  float* out;                        // [rows, heads, size]
+  const Stored query, keys, values;   // of a query, rows are in the place of slots
+  float* out;                         // [rows, heads, size]
   const int64_t heads, groups, size;  // `groups` query heads share a key head
   const int64_t *text, *first, *past, *positions, *tails;
   const int64_t depth, window;

@@ -83,7 +83,7 @@ class ExactFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _OURS and args[0].dtype == torch.float32:
             return _OURS[func](*args, **kwargs)
-        if func in _PRODUCTS and args[0].shape[-1] != 1:  # one factor alone is no sum
+        if func in _PRODUCTS or (func in _MATMULS and args[0].shape[-1] != 1):  # of one factor there is no sum
             raise UnsupportedModel(
                 f"{self._name} computes something with {func.__name__}, whose bits may depend on other rows. "
                 "Use exact=False."
@@ -97,9 +97,9 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _function(name: str) -> Callable[..., torch.Tensor]:
-    def compute(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def compute(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
         found: torch.Tensor = getattr(torch.ops.outpace, f"exact_{name}")(input)
-        return found
+        return input.copy_(found) if inplace else found
 
     return compute
 
@@ -120,10 +120,11 @@ _OURS: dict[Any, Callable[..., torch.Tensor]] = {
     F.gelu: _gelu,
     **{func: _function(name) for name, func in _homes("cos", "exp", "sigmoid", "silu", "sin", "tanh")},
 }
+_MATMULS = {func for _, func in _homes("matmul", "__matmul__", "mm", "bmm")}
 _PRODUCTS = {
     func
     for _, func in _homes(
-        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "einsum", "tensordot"),
-        *("linear", "bilinear", "conv1d", "grouped_mm", "_grouped_mm", "scaled_dot_product_attention"),
+        *("__rmatmul__", "addmm", "addbmm", "baddbmm", "bilinear", "conv1d", "einsum", "grouped_mm", "_grouped_mm"),
+        *("linear", "scaled_dot_product_attention", "tensordot"),
     )
 }

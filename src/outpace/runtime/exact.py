@@ -34,11 +34,11 @@ class ExactEngine(Engine):
             self.score(sequence, chain(text[-1], (), ""))  # the first forward makes the storage, and is not compiled
         with self.pool.sequence(text) as sequence:  # all in one forward
             together = self.score(sequence, tree.draft()).logits[path].clone()
-        whole, others = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
-        return all(torch.equal(self._in_pieces([whole, *beside]), together) for beside in ([], others))
+        whole, beside = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
+        return all(torch.equal(self._in_pieces(texts), together) for texts in ([whole], [*beside, whole]))
 
     def _in_pieces(self, texts: list[list[int]]) -> torch.Tensor:
-        """The logits of the first text's end: read in pieces and then one by one, all texts together."""
+        """The logits of the last text's end. All texts together are read in pieces, and then one by one."""
         found: list[torch.Tensor] = []
         with ExitStack() as stack:
             sequences = [stack.enter_context(self.pool.sequence(text)) for text in texts]
@@ -46,7 +46,7 @@ class ExactEngine(Engine):
             while done < len(texts[0]):
                 count = 1 if done >= TEXT - 1 else min(PIECE, TEXT - 1 - done)
                 works = [Work(self, each, self.pool.place_text(each, count), count) for each in sequences]
-                output = self.run(works)[0]
+                output = self.run(works)[-1]
                 if done >= TEXT - 1 and isinstance(output, Output):
                     found.append(output.logits.clone())
                 done += count
