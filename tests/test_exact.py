@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -86,15 +86,23 @@ def test_a_function_has_the_same_bits_in_any_place(function: Any) -> None:
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("width", [8, 20, 61, 576])
-def test_what_is_left_to_torch_treats_each_row_by_itself(width: int) -> None:
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    x = draw(600, width)
-    for function in (norm, lambda x: F.layer_norm(x, (width,)), lambda x: F.rms_norm(x, (width,)), F.relu):
-        alone = torch.cat([function(row[None]) for row in x])
-        for first, last in ((0, 2), (1, 34), (3, 132), (0, 600)):
-            assert torch.equal(function(x[first:last]), alone[first:last])
+def test_norms_have_the_same_bits_beside_any_rows(width: int) -> None:
+    products.load()
+    x, w, b = 1 + draw(600, width), draw(width, seed=1), draw(width, seed=2)
+    functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+        lambda x: x - torch.mean(x, dim=1)[:, None],
+        lambda x: F.layer_norm(x, (width,), w.to(x), b.to(x), 1e-6),
+        lambda x: F.rms_norm(x, (width,), w.to(x)),
+        lambda x: x - x.mean(-1, keepdim=True, dtype=torch.float64).to(x),
+    ]
+    for function in functions:
+        expected = function(x.double())
+        with ExactFunctions("a model"):
+            alone = torch.cat([function(row[None]) for row in x])
+            for first, last in ((0, 2), (1, 34), (3, 132), (0, 600)):
+                assert torch.equal(function(x[first:last]), alone[first:last])
+        torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([0, 3, 90]), st.sampled_from([0.0, 5.0]))

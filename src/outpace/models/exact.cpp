@@ -1,4 +1,4 @@
-// What exact mode on a CPU needs besides products: attention, and functions of single numbers, in float32.
+// What exact mode on a CPU needs besides products: attention, means, and functions of single numbers, in float32.
 //
 // A row's attention walks the slots that it sees in the order of positions. Its sums run in an order that depends on
 // nothing but how many slots those are, so a row has the same bits in any tree, batch and chunk of a prompt, and
@@ -139,6 +139,29 @@ Tensor map(const Tensor& input) {
   return out;
 }
 
+// The mean of the last dimension, which stays with size 1.
+Tensor mean(const Tensor& input) {
+  const Tensor given = torch::stable::contiguous(input);
+  std::vector<int64_t> shape(given.sizes().begin(), given.sizes().end());
+  const int64_t size = shape.back(), grain = 1 + GRAIN / size;
+  shape.back() = 1;
+  Tensor out = torch::stable::new_empty(given, shape);
+  const float* from = given.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  torch::stable::parallel_for(0, out.numel(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const float* x = from + row * size;
+      Vector sums = {};
+      int64_t place = 0;
+      for (; place + WIDTH <= size; place += WIDTH) sums += load(x + place);
+      float sum = total(sums);
+      for (; place < size; place++) sum += x[place];
+      to[row] = sum / static_cast<float>(size);
+    }
+  });
+  return out;
+}
+
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 float silu(float x) { return x / (1 + std::exp(-x)); }
 float gelu(float x) { return x * 0.5f * (1 + std::erf(x * static_cast<float>(M_SQRT1_2))); }
@@ -154,7 +177,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outpace, library) {
       "Tensor positions, Tensor tails, int window, float scaling, float softcap) -> Tensor");
   for (const char* schema :
        {"exact_cos(Tensor x) -> Tensor", "exact_exp(Tensor x) -> Tensor", "exact_gelu(Tensor x) -> Tensor",
-        "exact_gelu_tanh(Tensor x) -> Tensor", "exact_sigmoid(Tensor x) -> Tensor", "exact_silu(Tensor x) -> Tensor",
+        "exact_gelu_tanh(Tensor x) -> Tensor", "exact_mean(Tensor x) -> Tensor", "exact_sigmoid(Tensor x) -> Tensor", "exact_silu(Tensor x) -> Tensor",
         "exact_sin(Tensor x) -> Tensor", "exact_tanh(Tensor x) -> Tensor"})
     library.def(schema);
 }
@@ -165,6 +188,7 @@ STABLE_TORCH_LIBRARY_IMPL(outpace, CPU, library) {
   library.impl("exact_exp", TORCH_BOX(&map<std::exp>));
   library.impl("exact_gelu", TORCH_BOX(&map<gelu>));
   library.impl("exact_gelu_tanh", TORCH_BOX(&map<gelu_tanh>));
+  library.impl("exact_mean", TORCH_BOX(&mean));
   library.impl("exact_sigmoid", TORCH_BOX(&map<sigmoid>));
   library.impl("exact_silu", TORCH_BOX(&map<silu>));
   library.impl("exact_sin", TORCH_BOX(&map<std::sin>));

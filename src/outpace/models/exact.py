@@ -1,13 +1,13 @@
 """Exact mode on a CPU, in float32: a row has the same bits whatever is computed beside it.
 
-Of what torch computes, three things have other bits beside other rows: products, attention, and functions like SiLU,
-because what its vectors leave over is computed in another way. `products.cpp` and `exact.cpp` have all three without
-that. Norms add up each row by itself, and what else a decoder does treats every number alike.
+Of what torch computes, these have other bits beside other rows: products, attention, functions like SiLU, because what
+its vectors leave over is computed in another way, and, where layers are compiled, norms. `products.cpp` and `exact.cpp`
+have all that computes each row by itself. What else a decoder does treats every number alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -108,6 +108,41 @@ def _gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return _function("gelu" if approximate == "none" else "gelu_tanh")(input)
 
 
+def _mean(
+    input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if dim not in (-1, input.ndim - 1, (-1,), [-1]) or dtype not in (None, torch.float32):
+        return torch.mean(input, dim, keepdim, dtype=dtype)
+    found: torch.Tensor = torch.ops.outpace.exact_mean(input)
+    return found if keepdim else found.squeeze(-1)
+
+
+def _layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    return _normed(input - _mean(input, -1, True), normalized_shape, weight, bias, eps)
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    return _normed(input, normalized_shape, weight, None, torch.finfo(torch.float32).eps if eps is None else eps)
+
+
+def _normed(
+    states: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    if len(shape) != 1:
+        raise UnsupportedModel(f"exact mode cannot compute a norm over {len(shape)} dimensions. Use exact=False.")
+    states = states * torch.rsqrt(_mean(states * states, -1, True) + eps)
+    states = states if weight is None else states * weight
+    return states if bias is None else states + bias
+
+
 def _homes(*names: str) -> Iterator[tuple[str, Any]]:
     """Everything in torch that bears one of the names."""
     for name, home in product(names, (torch, torch.Tensor, F)):
@@ -118,6 +153,9 @@ def _homes(*names: str) -> Iterator[tuple[str, Any]]:
 _OURS: dict[Any, Callable[..., torch.Tensor]] = {
     F.linear: _linear,
     F.gelu: _gelu,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    **{func: _mean for _, func in _homes("mean")},
     **{func: _function(name) for name, func in _homes("cos", "exp", "sigmoid", "silu", "sin", "tanh")},
 }
 _MATMULS = {func for _, func in _homes("matmul", "__matmul__", "mm", "bmm")}

@@ -12,7 +12,7 @@ import copy
 import inspect
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeAlias, cast
 
@@ -134,12 +134,17 @@ class HFModel:
                 left = self.forward(pool, rows, logits=1).hidden[None, -1:]
         finally:
             hook.remove()
-        for name, child in self._mirror.get_decoder().named_children():
-            if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
-                return str(name)
+        with self._functions():
+            for name, child in self._mirror.get_decoder().named_children():
+                if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
+                    return str(name)
         raise UnsupportedModel(
             f"{self.name}: no module leads from the last layer to the output head, so heads cannot draft for it."
         )
+
+    def _functions(self) -> AbstractContextManager[object]:
+        """What the mirror's functions are computed by."""
+        return ExactFunctions(self.name) if self._exact else nullcontext()
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
@@ -187,7 +192,7 @@ class HFModel:
         else:
             arguments["attention_mask"] = torch.ones(1, pool.used, dtype=torch.long, device=self.device)
         try:
-            with ExactFunctions(self.name) if self._exact else nullcontext():
+            with self._functions():
                 result = self._mirror(**arguments)
             left = control.hidden
         finally:

@@ -91,6 +91,7 @@ def load() -> None:
         raise InputError(f"{path} cannot be loaded ({error.__cause__ or error}). Delete it, or {WITHOUT}.") from error
     fakes: dict[str, Callable[..., torch.Tensor]] = {
         "linear": lambda rows, weights, bias, exact=False: rows.new_empty(*rows.shape[:-1], len(weights)),
+        "exact_mean": lambda x: x.new_empty(*x.shape[:-1], 1),
         "exact_attention": lambda query, *_: query.new_empty(1, query.shape[2], query.shape[1], query.shape[3]),
         **{f"exact_{name}": lambda x: x.new_empty(x.shape) for name in FUNCTIONS},
     }
