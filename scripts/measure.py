@@ -5,6 +5,8 @@
     python scripts/measure.py replay --out out/replay.jsonl --data FILE    the same for heads, on plain decoding's texts
     python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
     python scripts/measure.py batch  --out out/batch.jsonl                 tokens/s of batches, in one process
+    python scripts/measure.py batch  --out out/batch.jsonl --exact         the same, and whether logits' bits are equal
+    python scripts/measure.py price  --repeats 7                           a step's cost on a CPU, in exact mode and not
     python scripts/measure.py heads  --plot FILE                           held-out accuracies of the shipped heads
 
 A table is printed last. On a machine without a package registry, carry the embedded model's GGUF file there, in parts
@@ -58,8 +60,11 @@ from outpace.methods import METHODS
 from outpace.methods.headed import SHIPPED
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models import bundled
+from outpace.models.hf import HFModel
 from outpace.models.loading import load
 from outpace.picking import Picker
+from outpace.runtime.calibrate import measure
+from outpace.runtime.choose import engine_for
 
 NEW_TOKENS = 128
 PLAIN = Autoregressive()
@@ -112,6 +117,7 @@ CLOCK: dict[str, Method] = {
 
 BATCH: dict[str, Method] = {"plain": PLAIN, "prompt-lookup (8 rows)": PromptLookup(rows=8)}
 BATCHES = (1, 4, 8)
+PRICED = (1, 8, 32, 128)  # rows of a step
 
 SIZED = ("jacobi", "prompt-lookup", "lookahead")  # by a cost curve measured first
 
@@ -119,12 +125,12 @@ _decoder: Decoder
 _model: Any
 
 
-def open_model(name: str, dtype: str, device: str, threads: int, runtime: str, sized: bool) -> None:
+def open_model(name: str, dtype: str, device: str, threads: int, runtime: str, sized: bool, exact: bool) -> None:
     """Load the model once in each worker."""
     global _decoder, _model
     torch.set_num_threads(threads)
     _model, tokenizer = load(name, dtype, device)
-    _decoder = Decoder(_model, tokenizer, runtime=runtime)
+    _decoder = Decoder(_model, tokenizer, runtime=runtime, exact=exact)
     _decoder.engine.costs = None
     if sized:
         curve = calibrate(_decoder)
@@ -282,27 +288,53 @@ def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch_unit(unit: dict[str, Any]) -> dict[str, Any]:
-    """Some prompts by each method, so many at the same time: tokens, seconds, those of the processor, equal texts."""
+    """Some prompts by each method, so many at the same time: tokens, seconds, those of the processor, equal texts.
+
+    In exact mode also how many texts have the same bits in all logits.
+    """
     texts = [_decoder.encode(prompt) for _, prompt in prompts()[: unit["prompt"]]]
     found: dict[str, list[float]] = {}
     alone: list[list[int]] = []
+    logits: list[list[torch.Tensor]] = []
     for most, (name, method) in itertools.product(BATCHES, BATCH.items()):
+        records: list[list[torch.Tensor]] = [[] for _ in texts]
+        samplings = [Sampling(processors=(functools.partial(record, rows),)) for rows in records]
         start = time.process_time()
-        written, seconds = written_together(_decoder, method, texts, most, unit["new_tokens"])
-        alone = alone or written
+        written, seconds = written_together(
+            _decoder, method, texts, most, unit["new_tokens"], samplings if unit.get("exact") else None
+        )
+        alone, logits = alone or written, logits or records
         same = sum(text == expected for text, expected in zip(written, alone, strict=True))
-        found[f"{name}, {most}"] = [sum(map(len, written)), seconds, time.process_time() - start, same]
+        numbers = [sum(map(len, written)), seconds, time.process_time() - start, same]
+        if unit.get("exact"):
+            numbers.append(sum(map(same_bits, records, logits)))
+        found[f"{name}, {most}"] = numbers
     return {**unit, "found": found}
 
 
+def record(rows: list[torch.Tensor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor that keeps what it is given: one row for each token of the text."""
+    rows.append(scores[0].clone())
+    return scores
+
+
+def same_bits(rows: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(rows) == len(others) and all(map(torch.equal, rows, others))
+
+
 def written_together(
-    decoder: Decoder, method: Method, texts: list[list[int]], most: int, tokens: int
+    decoder: Decoder,
+    method: Method,
+    texts: list[list[int]],
+    most: int,
+    tokens: int,
+    samplings: list[Sampling] | None = None,
 ) -> tuple[list[list[int]], float]:
     """What is written after each text, `most` of them at the same time, and the seconds that all took."""
     start = time.perf_counter()
     batch = decoder.batch(most)
-    for text in texts:
-        batch.add(text, method=method, max_new_tokens=tokens)
+    for text, sampling in zip(texts, samplings or [None] * len(texts), strict=True):
+        batch.add(text, method=method, max_new_tokens=tokens, sampling=sampling)
     written: list[list[int]] = [[] for _ in texts]
     for number, step in batch:
         if isinstance(step, Exception):
@@ -313,14 +345,35 @@ def written_together(
 
 def batch_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("method, texts together", "tokens/s", "plain alone = 1", "by processor time", "same text as alone")
+    if rows[0].get("exact"):
+        table.add_column("same bits in all logits")
     for name in rows[0]["found"]:
         found = [(row["found"][name], row["found"]["plain, 1"]) for row in rows]
         speed = statistics.median(mine[0] / mine[1] for mine, _ in found)
         ratios = [
             statistics.median(mine[0] / mine[clock] * base[clock] / base[0] for mine, base in found) for clock in (1, 2)
         ]
-        same = f"{sum(mine[3] for mine, _ in found)} of {sum(row['prompt'] for row in rows)}"
-        table.add_row(name, f"{speed:.1f}", *(f"{ratio:.2f}" for ratio in ratios), same)
+        texts = sum(row["prompt"] for row in rows)
+        same = [f"{sum(mine[place] for mine, _ in found)} of {texts}" for place in range(3, len(found[0][0]))]
+        table.add_row(name, f"{speed:.1f}", *(f"{ratio:.2f}" for ratio in ratios), *same)
+    return table
+
+
+def price_table(name: str, threads: int, repeats: int) -> Table:
+    """Milliseconds of a step behind 128 tokens, in one process: each turn times all engines, by all numbers of rows."""
+    torch.set_num_threads(threads)
+    engines = {}
+    for exact, runtime in itertools.product((False, True), ("plain", "compiled")):
+        label = f"exact, {runtime}" if exact else runtime
+        engines[label] = engine_for(HFModel(load(name, "float32", "cpu").model), runtime, exact)
+    steps: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for _, (label, engine) in itertools.product(range(repeats), engines.items()):
+        curve = measure(engine, PRICED, (128,), repeats=1)
+        for rows in PRICED:
+            steps[label, rows].append(1000 * curve.step(rows, 128))
+    table = Table("ms a step", *(f"{rows} rows" for rows in PRICED))
+    for label in engines:
+        table.add_row(label, *(f"{statistics.median(steps[label, rows]):.1f}" for rows in PRICED))
     return table
 
 
@@ -361,6 +414,7 @@ def key(unit: dict[str, Any]) -> str:
         "only",
         "sized",
         "runtime",
+        "exact",
         "temperature",
         "new_tokens",
     )
@@ -391,6 +445,7 @@ def run(units: list[dict[str, Any]], work: Callable[..., Any], arguments: argpar
         arguments.threads,
         arguments.runtime,
         arguments.sized,
+        arguments.exact,
     )
     context = multiprocessing.get_context("spawn")
     with (
@@ -470,7 +525,7 @@ def assemble(parts: list[Path], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal", "steps", "replay", "clock", "batch", "heads"])
+    parser.add_argument("what", choices=["equal", "steps", "replay", "clock", "batch", "price", "heads"])
     parser.add_argument("--out", help="JSON lines; finished work in it is not done again")
     parser.add_argument("--plot", type=Path, help="for heads: draw to this file (.png, .svg)")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file, for steps")
@@ -481,7 +536,7 @@ def main() -> None:
         help="for steps and clock a method, or the beginning of some methods' names; for equal: heads, exits",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="for steps; each question is a seed")
-    parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock and batch")
+    parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock, batch and price")
     parser.add_argument("--tokens", type=int, default=0, help="new tokens of each text, for batch (48) and equal (128)")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
@@ -490,12 +545,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runtime", default="plain", help="how steps are executed")
+    parser.add_argument("--exact", action="store_true", help="exact mode, for batch")
     parser.add_argument("--sized", action="store_true", help="clock: measure the cost curve and size methods by it")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="threads of one worker")
     arguments = parser.parse_args()
     if arguments.what == "heads":
         show_heads(arguments.plot)
+        return
+    if arguments.what == "price":
+        Console(width=140).print(price_table(arguments.model, arguments.threads, arguments.repeats))
         return
     if arguments.out is None:
         parser.error(f"{arguments.what} needs --out")
@@ -526,7 +585,13 @@ def main() -> None:
         table = steps_table([{**row, "method": name, "steps": row["steps"][name]} for name in chosen for row in found])
     elif arguments.what == "batch":
         units = [
-            {"prompt": 8, "repeat": repeat, "runtime": arguments.runtime, "new_tokens": arguments.tokens or 48}
+            {
+                "prompt": 8,
+                "repeat": repeat,
+                "runtime": arguments.runtime,
+                "new_tokens": arguments.tokens or 48,
+                **({"exact": True} if arguments.exact else {}),
+            }
             for repeat in range(arguments.repeats)
         ]
         table = batch_table(run(units, batch_unit, arguments))

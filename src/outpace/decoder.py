@@ -110,8 +110,8 @@ _JSON = (
 class Decoder:
     """A model and a tokenizer, ready to write. It takes the model as it is now, and one thread at a time.
 
-    On the runtimes "graphs" and "compiled" the model's q, k, v and its gate and up weights become views of joined ones:
-    the same values, in another place. `decoder.model.unfuse()` parts them again.
+    On the runtimes "graphs" and "compiled", and in exact mode, the model's q, k, v and its gate and up weights become
+    views of joined ones: the same values, in another place. `decoder.model.unfuse()` parts them again.
 
     >>> import outpace
     >>> decoder = outpace.load("smollm2-135m", method="lookahead")  # doctest: +SKIP
@@ -441,8 +441,8 @@ def load(
     """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
 
     Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup. `runtime` says how steps are executed:
-    "plain", "compiled", "graphs" (CUDA), or "auto". `exact` (CUDA) makes the text's logits the same, bit for bit, with
-    every method.
+    "plain", "compiled", "graphs" (CUDA), or "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the
+    same, bit for bit, with every method, and on a CPU in every batch.
     """
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device)

@@ -32,6 +32,11 @@ class Placed:
     numbers: Numbers  # [3, rows] tokens, positions, slots
     pool: Pool
 
+    @property
+    def parts(self) -> Items[Rows]:
+        """The rows of each text, one after the other."""
+        raise NotImplementedError
+
     def __len__(self) -> int:
         return len(self.numbers[0])
 
@@ -80,6 +85,10 @@ class Rows(Placed):
     among: Mask  # [rows, rows] which of these rows a row sees, itself included
     pool: Pool
 
+    @property
+    def parts(self) -> Items[Rows]:
+        return [self]
+
     def show(self, sees: Mask) -> None:
         sees[:, self.text] = True
         sees[:, self.numbers[2]] = self.among
@@ -108,9 +117,13 @@ class Packed(Placed):
     """Rows of several texts, one after the other: each sees its own text alone."""
 
     def __init__(self, parts: Items[Rows]) -> None:
-        self.parts = parts
+        self._parts = parts
         self.pool = parts[0].pool
         self.numbers = np.concatenate([part.numbers for part in parts], 1)
+
+    @property
+    def parts(self) -> Items[Rows]:
+        return self._parts
 
     def show(self, sees: Mask) -> None:
         first = 0

@@ -34,17 +34,17 @@ FORMS = {
 }
 
 
-def compile_together(layers: Sequence[nn.Module]) -> Callable[..., Any]:
+def compile_together(layers: Sequence[nn.Module], whole: bool = False) -> Callable[..., Any]:
     """A function of a layer and its arguments that runs the layer compiled, for any of these layers.
 
     They must not be changed from then on. Shapes are dynamic: one compilation serves layers of a kind and all
-    numbers of rows.
+    numbers of rows. `whole`: an error where anything of a layer would run as it is, not compiled.
     """
     run = types.FunctionType(
         _run.__code__.replace(), globals(), _run.__name__
     )  # a place of its own for what is compiled
     options: dict[str, Any] = {"guard_filter_fn": lambda guards: _needed(guards, layers), "cpp_wrapper": True}
-    return torch.compile(run, dynamic=True, options=options)
+    return torch.compile(run, dynamic=True, fullgraph=whole, options=options)
 
 
 def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,9 @@ import copy
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -26,12 +27,17 @@ from ..pool import Placed, Pool
 from .adapter import Ends, FixedRows, Output, asked_rows
 from .attention import SlotLists
 from .compiling import compile_together
+from .exact import ExactFunctions, Seen, attend_exactly, seen_by
 from .fusing import Fusion
 from .products import Products
+from .products import load as load_operators
 
 ATTENTION = "outpace"  # the name under which `attend` is known to transformers
 CHUNK = 512
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+Mask: TypeAlias = "torch.Tensor | SlotLists | Seen"
+"""What rows see: [1, 1, rows, slots], as bool or to be added to the scores, or as lists."""
 
 
 class HFModel:
@@ -59,6 +65,7 @@ class HFModel:
         self._control = _Control(self.layers)
         self._fusion = Fusion()
         self._products = Products()
+        self._exact = False
         self._layer_types = _layer_types(config)
         self._kinds = set(self._layer_types)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
@@ -76,7 +83,7 @@ class HFModel:
     def compile_layers(self) -> None:
         """From now on `forward` may be asked for compiled layers. Layers of one kind share what is compiled."""
         if self.device.type == "cpu":
-            run = compile_together([gate.layer for gate in self._gates])
+            run = compile_together([gate.layer for gate in self._gates], whole=self._exact)
             for gate in self._gates:
                 gate.run_compiled = partial(run, gate.layer)
         else:
@@ -94,10 +101,20 @@ class HFModel:
         """Compute products of a few rows by code of our own where we have it; says how many. `unfuse` undoes it."""
         return self._products.replace(self._mirror)
 
+    def compute_exactly(self) -> None:
+        """On a CPU in float32: from now on a row has the same bits whatever is beside it. `unfuse` undoes it.
+
+        Compile layers after it, not before.
+        """
+        self._products.undo()
+        load_operators()
+        self._exact = True
+
     def unfuse(self) -> None:
-        """Undo both: give the model's weights memory of their own again, and their products to torch."""
+        """Undo all three: give the model's weights memory of their own again, and their products to torch."""
         self._products.undo()
         self._fusion.undo()
+        self._exact = False
         if self._gates[0].run_compiled is not None:
             self.compile_layers()  # what is compiled was made from the joined ones
 
@@ -117,12 +134,17 @@ class HFModel:
                 left = self.forward(pool, rows, logits=1).hidden[None, -1:]
         finally:
             hook.remove()
-        for name, child in self._mirror.get_decoder().named_children():
-            if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
-                return str(name)
+        with self._functions():
+            for name, child in self._mirror.get_decoder().named_children():
+                if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
+                    return str(name)
         raise UnsupportedModel(
             f"{self.name}: no module leads from the last layer to the output head, so heads cannot draft for it."
         )
+
+    def _functions(self) -> AbstractContextManager[object]:
+        """What the mirror's functions are computed by."""
+        return ExactFunctions(self.name) if self._exact else nullcontext()
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
@@ -160,22 +182,27 @@ class HFModel:
         if isinstance(rows, FixedRows):
             control.masks = {kind: rows.lists._replace(window=self._windows.get(kind) or 0) for kind in self._kinds}
             arguments["attention_mask"] = rows.tokens[None, None, None]  # four dimensions: passed on as it is
+        elif self._exact:
+            seen = seen_by(rows)
+            control.masks = {kind: seen._replace(window=self._windows.get(kind) or 0) for kind in self._kinds}
+            arguments["attention_mask"] = rows.tokens[None, None, None]
         elif self.branches:
             control.masks = self._masks(rows)
             arguments["attention_mask"] = next(iter(control.masks.values()))
         else:
             arguments["attention_mask"] = torch.ones(1, pool.used, dtype=torch.long, device=self.device)
         try:
-            result = self._mirror(**arguments)
+            with self._functions():
+                result = self._mirror(**arguments)
             left = control.hidden
         finally:
             control.clear()
         scores = result.logits[0]
         return Output(scores if self._takes_logits_to_keep else scores[asked], cast(torch.Tensor, left)[0])
 
-    def _masks(self, rows: Placed) -> dict[str, torch.Tensor | SlotLists]:
+    def _masks(self, rows: Placed) -> dict[str, Mask]:
         """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
-        masks: dict[str, torch.Tensor | SlotLists] = {}
+        masks: dict[str, Mask] = {}
         for kind in self._kinds:
             sees = rows.sees
             size = self._windows.get(kind)
@@ -251,7 +278,7 @@ def attend(
     query: torch.Tensor,  # [1, heads, rows, size]
     key: torch.Tensor,  # [1, kv heads, slots, size]
     value: torch.Tensor,
-    attention_mask: torch.Tensor | SlotLists,  # [1, 1, rows, slots] bool, or what rows see as lists
+    attention_mask: Mask,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [heads] attention sinks
@@ -261,10 +288,12 @@ def attend(
     """Attention of rows over the slots that each may see: the oracle for every faster kernel."""
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
-    if isinstance(attention_mask, SlotLists):
+    if isinstance(attention_mask, SlotLists | Seen):
         if s_aux is not None:
             raise UnsupportedModel(f"{type(module).__name__} has attention sinks, which slot lists do not know.")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if isinstance(attention_mask, Seen):
+            return attend_exactly(query, key, value, attention_mask, scale, softcap or 0.0), None
         mixed = torch.ops.outpace.slot_attention(query, key, value, *attention_mask, scale, softcap or 0.0)
         return mixed, None
     groups = query.shape[1] // key.shape[1]
@@ -321,7 +350,7 @@ class _Control:
     def clear(self) -> None:
         self.start = self.stop = 0
         self.hidden: torch.Tensor | None = None
-        self.masks: dict[str, torch.Tensor | SlotLists] = {}
+        self.masks: dict[str, Mask] = {}
         self.cache: _PoolCache | _FixedCache | None = None
         self.compiled = False
 

@@ -15,35 +15,22 @@
 #include <stdexcept>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
 using torch::stable::Tensor;
 
-// A vector register. OUTPUTS x ROWS x SUMS of them hold a block's sums, and some must be left for what is multiplied.
-#if defined(__AVX512F__)
-constexpr int BYTES = 64, ROWS = 4;
-#elif defined(__AVX__)
-constexpr int BYTES = 32, ROWS = 3;
-#else
-constexpr int BYTES = 16, ROWS = 4;
-#endif
-constexpr int OUTPUTS = 2, SUMS = 2;
-constexpr int WIDTH = BYTES / sizeof(float), STEP = SUMS * WIDTH;
+// OUTPUTS x ROWS x SUMS vectors hold a block's sums, and some must be left for what is multiplied.
+constexpr int OUTPUTS = 2, SUMS = 2, STEP = SUMS * WIDTH;
+constexpr int ROWS = BYTES == 32 ? 3 : 4;
 constexpr int LINE = 64 / sizeof(float);  // of the cache
 constexpr int GROUP = std::max(LINE, STEP);
 constexpr int AHEAD = 2;                  // blocks of weights that are fetched ahead
 constexpr int64_t FEW = 32;               // beyond, BLAS is as quick or quicker, though it packs the weights first
+constexpr int64_t TOGETHER = 16;          // rows that pass weights together, and stay in the nearest cache meanwhile
+constexpr int64_t NEAR = 1 << 16;         // weights that stay in the next cache while all rows pass them
 constexpr int64_t GRAIN = 1 << 15;        // multiplications that are worth a thread
-
-typedef float Vector __attribute__((vector_size(BYTES), aligned(alignof(float)), may_alias));
-
-inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-
-inline float total(Vector sums) {
-  for (int half = WIDTH / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
-  return sums[0];
-}
 
 struct Product {
   const float *rows, *weights, *bias;
@@ -100,13 +87,19 @@ struct Product {
     block<N, M>(row, output);
   }
 
+  // N outputs of the rows from `first` to `last`.
   template <int N>
-  void column(int64_t output, int64_t count) const {
-    if (count == 1) {
-      for (int n = 0; n < N; n++) block<1, 1>(0, output + n);
+  void column(int64_t first, int64_t last, int64_t output) const {
+    if (last - first == 1) {
+      for (int n = 0; n < N; n++) block<1, 1>(first, output + n);
     } else {
-      for (int64_t row = 0; row < count; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, count - row));
+      for (int64_t row = first; row < last; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, last - row));
     }
+  }
+
+  void part(int64_t first, int64_t last, int64_t output, int64_t stop) const {
+    for (; output + OUTPUTS <= stop; output += OUTPUTS) column<OUTPUTS>(first, last, output);
+    for (; output < stop; output++) column<1>(first, last, output);
   }
 };
 
@@ -118,9 +111,10 @@ Tensor blas(const Tensor& rows, const Tensor& weights, const std::optional<Tenso
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Tensor>& bias) {
+// With `exact` never by BLAS, which gives a row other bits beside other rows.
+Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Tensor>& bias, bool exact) {
   const int64_t outputs = weights.size(0), inputs = weights.size(1), count = input.numel() / inputs;
-  if (count > FEW) return blas(input, weights, bias);
+  if (count > FEW && !exact) return blas(input, weights, bias);
   const Tensor rows = torch::stable::contiguous(input);
   std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
   shape.back() = outputs;
@@ -134,10 +128,10 @@ Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Te
       outputs};
   const int64_t grain = 1 + GRAIN / (OUTPUTS * inputs);
   torch::stable::parallel_for(0, (outputs + OUTPUTS - 1) / OUTPUTS, grain, [&](int64_t begin, int64_t end) {
-    int64_t output = begin * OUTPUTS;
-    const int64_t stop = std::min(outputs, end * OUTPUTS);
-    for (; output + OUTPUTS <= stop; output += OUTPUTS) product.column<OUTPUTS>(output, count);
-    for (; output < stop; output++) product.column<1>(output, count);
+    const int64_t stop = std::min(outputs, end * OUTPUTS), share = OUTPUTS * (1 + NEAR / (OUTPUTS * inputs));
+    for (int64_t start = begin * OUTPUTS; start < stop; start += share)
+      for (int64_t first = 0; first < count; first += TOGETHER)
+        product.part(first, std::min(count, first + TOGETHER), start, std::min(stop, start + share));
   });
   return out;
 }
@@ -145,7 +139,7 @@ Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Te
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outpace, library) {
-  library.def("linear(Tensor rows, Tensor weights, Tensor? bias) -> Tensor");
+  library.def("linear(Tensor rows, Tensor weights, Tensor? bias, bool exact=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(outpace, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }

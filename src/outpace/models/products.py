@@ -1,8 +1,10 @@
 """Products of a few rows, for CPUs in float32: a few rows at little more than the price of one.
 
 BLAS libraries pack all weights anew for each product of more than one row, which costs more than the product.
-`products.cpp` reads weights where they lie, and gives a row the same bits whatever rows are beside it, up to 32.
-The system's C++ compiler builds it at first use; the result is kept in the user's cache.
+`products.cpp` reads weights where they lie, and gives a row the same bits whatever rows are beside it. Beyond 32 rows
+the product is left to BLAS, but in exact mode.
+
+The system's C++ compiler builds it at first use, with `exact.cpp`; the result is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,10 +25,13 @@ from torch import nn
 from ..errors import InputError
 from . import narrow
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+HERE = Path(__file__).parent
+SOURCES = (HERE / "products.cpp", HERE / "exact.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC")
-REMEDY = "Install a C++ compiler (g++ or clang++), or use runtime='plain'."
+FUNCTIONS = ("cos", "exp", "gelu", "gelu_tanh", "sigmoid", "silu", "sin", "tanh")  # of `exact.cpp`
+WITHOUT = "use runtime='plain' and exact=False"
+REMEDY = f"Install a C++ compiler (g++ or clang++), or {WITHOUT}."
 
 
 class Products:
@@ -80,17 +85,20 @@ def _product_for(linear: nn.Linear) -> nn.Module | None:
 
 @functools.cache
 def load() -> None:
-    """Make `torch.ops.outpace.linear` known, once in a process."""
+    """Make `torch.ops.outpace.linear` and the operators of exact mode known, once in a process."""
     path = build(folder())
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be loaded ({error.__cause__ or error}). Delete it, or use runtime='plain'."
-        ) from error
-    torch.library.register_fake(
-        "outpace::linear", lambda rows, weights, bias: rows.new_empty(*rows.shape[:-1], len(weights))
-    )
+        raise InputError(f"{path} cannot be loaded ({error.__cause__ or error}). Delete it, or {WITHOUT}.") from error
+    fakes: dict[str, Callable[..., torch.Tensor]] = {
+        "linear": lambda rows, weights, bias, exact=False: rows.new_empty(*rows.shape[:-1], len(weights)),
+        "exact_mean": lambda x: x.new_empty(*x.shape[:-1], 1),
+        "exact_attention": lambda query, *_: query.new_empty(1, query.shape[2], query.shape[1], query.shape[3]),
+        **{f"exact_{name}": lambda x: x.new_empty(x.shape) for name in FUNCTIONS},
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"outpace::{name}", fake)
 
 
 def folder() -> Path:
@@ -103,12 +111,14 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
         raise InputError(
-            f"runtime='compiled' needs a C++ compiler on a CPU, and there is no {' or '.join(compilers)}. {REMEDY}"
+            f"on a CPU compiled layers and exact mode need a C++ compiler, and there is no {' or '.join(compilers)}. "
+            f"{REMEDY}"
         )
     root = Path(torch.__file__).parent
     # The compiler's macros name its version and every instruction set that it found in this processor.
     macros = _run(compiler, *FLAGS, "-E", "-dM", "-x", "c++", os.devnull)
-    parts = (SOURCE.read_text(), macros, torch.__version__, str(root), compiler, *FLAGS)
+    texts = [source.read_text() for source in (HERE / "vectors.h", *SOURCES)]
+    parts = (*texts, macros, torch.__version__, str(root), compiler, *FLAGS)
     path = folder / f"{sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     if not path.exists():
         libraries = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10")
@@ -116,11 +126,11 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 half = Path(place, path.name)
-                _run(compiler, *FLAGS, f"-I{root / 'include'}", str(SOURCE), "-o", str(half), *libraries)
+                _run(compiler, *FLAGS, f"-I{root / 'include'}", *map(str, SOURCES), "-o", str(half), *libraries)
                 half.replace(path)
         except OSError as error:
             raise InputError(
-                f"{folder} cannot be written ({error.strerror}). Make room there, or use runtime='plain'."
+                f"{folder} cannot be written ({error.strerror}). Make room there, or {WITHOUT}."
             ) from error
     return path
 

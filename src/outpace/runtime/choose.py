@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InputError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
+from .exact import ExactEngine
 from .graphs import GraphEngine
 from .plain import Engine
 
@@ -24,11 +25,13 @@ EXACT_ROWS = 32
 def engine_for(model: Model, runtime: str = "auto", exact: bool = False, exact_rows: int = EXACT_ROWS) -> Engine:
     """An engine for the model.
 
-    `exact` makes every step compute `exact_rows` rows, so that the logits of a text have the same bits with every
-    method. It is checked on this model before it is believed.
+    With `exact` the logits of a text have the same bits with every method; on a CPU also in every batch. On CUDA every
+    step computes `exact_rows` rows for that. It is checked on this model before it is believed.
     """
     if runtime not in RUNTIMES:
         raise UnknownNameError("runtime", runtime, RUNTIMES)
+    if exact and model.device.type == "cpu":
+        return _exact_on_cpu(model, runtime)
     obstacle = _obstacle(model)
     if exact:
         if runtime not in ("auto", "graphs"):
@@ -76,6 +79,31 @@ def _exact_engine(model: Any, rows: int) -> GraphEngine:
             f"{model.name}: on {torch.cuda.get_device_name(model.device)} a tree does not give the bits of single "
             "steps, so exact mode would be a false promise. Use exact=False."
         )
+    return engine
+
+
+def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
+    if runtime not in ("auto", "plain", "compiled"):
+        raise InputError(f"on a CPU exact mode needs runtime='plain' or 'compiled', not {runtime!r}.")
+    if model.dtype != torch.float32:
+        name = str(model.dtype).removeprefix("torch.")
+        raise InputError(f"on a CPU exact mode needs float32, and {model.name} is in {name}. Use dtype='float32'.")
+    if not model.lists:
+        raise UnsupportedModel(f"{model.name} has attention that exact mode cannot compute. Use exact=False.")
+    _fuse(model)
+    model.compute_exactly()
+    if runtime == "compiled":
+        model.compile_layers()
+    engine = ExactEngine(model, compiled=runtime == "compiled")
+    try:
+        if not engine.is_exact():
+            raise UnsupportedModel(
+                f"{model.name}: a row does not have the same bits in a tree, in a batch and alone, so exact mode would "
+                "be a false promise. Use exact=False."
+            )
+    except UnsupportedModel:
+        model.unfuse()
+        raise
     return engine
 
 

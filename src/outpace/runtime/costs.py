@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 
-VERSION = 4  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 5  # raised whenever a runtime computes steps by other code: older curves are not believed
 
 
 class Parts(NamedTuple):

@@ -1,0 +1,53 @@
+"""Exact mode on a CPU: ordinary forward passes, in which a row has the same bits whatever is beside it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from ..draft import Tree, chain
+from ..models.adapter import Model, Output
+from .plain import Engine, Work
+
+TEXT = 67  # tokens that the engine is tried with
+PIECE = 13  # of which it reads so many at a time
+
+
+class ExactEngine(Engine):
+    """An engine for a model that computes exactly."""
+
+    def __init__(self, model: Model, compiled: bool = False) -> None:
+        super().__init__(model, compiled)
+        self.name = "exact, compiled" if compiled else "exact"
+
+    def is_exact(self) -> bool:
+        """Whether rows have the same bits in a tree, one by one, and beside another text, tried on this model."""
+        size = self.model.vocabulary
+        text = [token % size for token in range(7, 7 + 3 * TEXT, 3)]
+        answer = [token % size for token in (11, 5, 29, 17)]
+        tree = Tree(text[-1])
+        tree.insert([token % size for token in (11, 8, 3)], "check")
+        path = [0, *tree.insert(answer, "check")]
+        tree.insert([token % size for token in (2, 47, 31)], "check")
+        with self.pool.sequence(text) as sequence:
+            self.score(sequence, chain(text[-1], (), ""))  # the first forward makes the storage, and is not compiled
+        with self.pool.sequence(text) as sequence:  # all in one forward
+            together = self.score(sequence, tree.draft()).logits[path].clone()
+        whole, beside = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
+        return all(torch.equal(self._in_pieces(texts), together) for texts in ([whole], [*beside, whole]))
+
+    def _in_pieces(self, texts: list[list[int]]) -> torch.Tensor:
+        """The logits of the last text's end. All texts together are read in pieces, and then one by one."""
+        found: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            sequences = [stack.enter_context(self.pool.sequence(text)) for text in texts]
+            done = 0
+            while done < len(texts[0]):
+                count = 1 if done >= TEXT - 1 else min(PIECE, TEXT - 1 - done)
+                works = [Work(self, each, self.pool.place_text(each, count), count) for each in sequences]
+                output = self.run(works)[-1]
+                if done >= TEXT - 1 and isinstance(output, Output):
+                    found.append(output.logits.clone())
+                done += count
+        return torch.cat(found)
