@@ -112,7 +112,7 @@ def reproduce(
         bool | None,
         typer.Option(
             "--short/--full",
-            help="One question of each task and 32 new tokens, or 8 and 128. Default: short on a CPU.",
+            help="One question of each task and 32 new tokens, or 4 and 128. Default: short on a CPU.",
             show_default=False,
         ),
     ] = None,
