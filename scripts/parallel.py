@@ -60,7 +60,7 @@ def windows(arguments: argparse.Namespace) -> None:
     done = read(arguments.out)
     finished = {(row["prompt"], row["ranks"]) for row in done}
     left = [unit for unit in product(range(len(texts)), RANKS) if unit not in finished]
-    decoder = open_decoder() if left else None
+    decoder = open_decoder(arguments) if left else None
     for number, ranks in track(left, console=Console(stderr=True)):
         assert decoder is not None
         method = Lookahead(window=WINDOW * ranks, ngram=NGRAM, guesses=WINDOW * ranks, **PUBLISHED)
@@ -102,10 +102,11 @@ def watched(decoder: Decoder) -> Iterator[list[tuple[int, float, float]]]:
 
 
 def ranks(arguments: argparse.Namespace) -> None:
-    decoder = ranked.join(open_decoder())
+    decoder = ranked.join(open_decoder(arguments))
     team = decoder.ranks
     method = Lookahead(window=arguments.window, ngram=NGRAM, guesses=arguments.window)
     known = {row["prompt"]: row["tokens"] for row in read(arguments.out) if row["ranks"] == 1}
+    decoder.generate(prompts(1)[0], method=method, max_new_tokens=8)  # compiled layers are compiled here
     for number, text in enumerate(prompts(arguments.each)):
         before = team.exchanges, team.numbers
         with watched(decoder) as seen:
@@ -128,6 +129,7 @@ def ranks(arguments: argparse.Namespace) -> None:
             "same": result.token_ids == known.get(number, result.token_ids),
         }
         append(arguments.out, row)
+    torch.distributed.barrier()
     if team.rank == 0:
         print_ranks(read(arguments.out))
 
@@ -164,8 +166,10 @@ def print_ranks(done: list[dict[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
-def open_decoder() -> Decoder:
-    return load("smollm2-135m", dtype="float32", device="cpu", method="autoregressive", runtime="plain")
+def open_decoder(arguments: argparse.Namespace) -> Decoder:
+    return load(
+        arguments.model, dtype="float32", device=arguments.device, method="autoregressive", runtime=arguments.runtime
+    )
 
 
 def main() -> None:
@@ -177,6 +181,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="the most new tokens of a text")
     parser.add_argument("--window", type=int, default=12, help="for ranks: W = G, all ranks together")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", default="smollm2-135m", help="its name or folder")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--runtime", default="plain")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     {"ranks": ranks, "windows": windows}[arguments.what](arguments)
