@@ -64,6 +64,7 @@ def test_reproduce(
         heads=[*(f"{kind}={trained / kind}" for kind in kinds), f"math={trained / 'exits'}"],
         calibrate=False,
         each=1,
+        every=1,
         tokens=6,
         times=2,
         out=tmp_path / "out",
