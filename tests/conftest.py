@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ CHAINS_ONLY: dict[str, dict[str, Any]] = {
 def tiny(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny random causal language model."""
     return build(name, {**_COMMON, **ARCHITECTURES[name], **changes}, seed, dtype)
+
+
+def mostly_slow(names: Iterable[str], quick: Iterable[str] = ("Llama", "Gemma2", "GPT2", "Mixtral")) -> list[Any]:
+    """Parameters of a test that takes seconds for each architecture: all but some are left to `make test-all`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @functools.cache

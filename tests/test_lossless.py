@@ -15,7 +15,7 @@ import outpace
 from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
 from outpace.models.toy import Bigram
 
-from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, tiny, tiny_chain
+from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, mostly_slow, tiny, tiny_chain
 from .statistics import chi_square_fits
 
 PLAIN = Autoregressive()
@@ -62,7 +62,7 @@ def test_greedy_equals_plain_and_transformers(name: str) -> None:
             assert write(decoder, method, prompt, Sampling()) == expected, label
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES))
 def test_the_same_seed_gives_the_same_text(name: str) -> None:
     decoder = Decoder(tiny(name))
     prompt = prompt_of(9)
