@@ -401,6 +401,9 @@ def exact(arguments: argparse.Namespace) -> None:
         "lookahead": Lookahead(window=5, ngram=4, guesses=5),
         "draft-model": DraftModel(model=small, length=4),
     }
+    own = with_heads(AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32), arguments.times)
+    names = ("medusa (16 rows)", "hydra (16 rows)", "amphista with lookup (16 rows)", "adadecode (γ 0.75)")
+    tried |= {name: own[name] for name in names}
     questions = spec_bench(arguments.data, arguments.each)
     equal = {name: {"greedy": 0, "sampled": 0} for name in tried}
     for number, question in enumerate(questions):
