@@ -33,7 +33,7 @@ class NarrowLinear(nn.Module):
 
 
 def fits(linear: nn.Linear) -> bool:
-    """Whether the kernel takes it: 16 bits on a GPU, whole blocks."""
+    """Whether the kernel takes it: 16 bits on a GPU, whole blocks, places that 32 bits can count."""
     weight = linear.weight
     return (
         weight.device.type == "cuda"
@@ -41,6 +41,7 @@ def fits(linear: nn.Linear) -> bool:
         and weight.is_contiguous()
         and linear.out_features % OUTPUTS == 0
         and linear.in_features % BLOCK == 0
+        and weight.numel() < 2**31
     )
 
 
