@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gzip
+import itertools
 import json
 import shlex
 import statistics
@@ -33,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from measure import assemble, spec_bench, written_together
+from measure import assemble, record, same_bits, spec_bench, written_together
 from outpace import (
     AdaDecode,
     Amphista,
@@ -72,6 +74,7 @@ CONSOLE = Console(width=150)
 NEW_TOKENS = 128
 DEVICE, DTYPE = "cuda", torch.bfloat16
 BATCHES = (1, 4, 16, 64)
+PRICED = (1, 8, 32)  # rows, for exact
 LEAST, COMPARED = 8, 32  # of batch: prompts at least, and texts that are compared
 
 
@@ -391,7 +394,7 @@ def theirs(model: Any, prompt: list[int], **options: Any) -> Run:
 
 
 def exact(arguments: argparse.Namespace) -> None:
-    """Every method's text against plain decoding's, token for token, in exact mode; greedy and sampled."""
+    """Every method's text and logits against plain decoding's, bit for bit, in exact mode; greedy and sampled."""
     model, tokenizer = load_wide(arguments)
     decoder = Decoder(model, tokenizer, exact=True)
     small = HFModel(first_layers(model, 3))
@@ -405,29 +408,41 @@ def exact(arguments: argparse.Namespace) -> None:
     names = ("medusa (16 rows)", "hydra (16 rows)", "amphista with lookup (16 rows)", "adadecode (γ 0.75)")
     tried |= {name: own[name] for name in names}
     questions = spec_bench(arguments.data, arguments.each)
-    equal = {name: {"greedy": 0, "sampled": 0} for name in tried}
+    ready = {name: decoder.prepare(method) for name, method in tried.items()}
+    equal = {name: [0] * 4 for name in tried}
     for number, question in enumerate(questions):
         prompt = decoder.encode(question["text"])
-        for kind, sampling in (("greedy", Sampling()), ("sampled", Sampling(temperature=0.8, top_p=0.95, seed=number))):
-            options = {"sampling": sampling, "max_new_tokens": arguments.tokens}
-            plain = decoder.generate(prompt, method=Autoregressive(), **options).token_ids
-            for name, method in tried.items():
-                found = decoder.generate(prompt, method=decoder.prepare(method), **options).token_ids
-                equal[name][kind] += found == plain
-        print(number, {name: dict(kinds) for name, kinds in equal.items()}, flush=True)
-    table = Table("method", "greedy: equal", "sampled: equal")
-    for name, kinds in equal.items():
-        table.add_row(name, *(f"{count} of {len(questions)}" for count in kinds.values()))
-    price = Table("ms a step, graph alone", "1 row, normal", "32 rows, normal", "32 rows, exact")
+        for place, sampling in enumerate((Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=number))):
+            tokens, logits = recorded(decoder, Autoregressive(), prompt, sampling, arguments.tokens)
+            for name, method in ready.items():
+                found, rows = recorded(decoder, method, prompt, sampling, arguments.tokens)
+                equal[name][2 * place] += found == tokens
+                equal[name][2 * place + 1] += same_bits(rows, logits)
+        print(number, equal, flush=True)
+    table = Table("method", "greedy: same text", "same bits in all logits", "sampled: same text", "same bits")
+    for name, counts in equal.items():
+        table.add_row(name, *(f"{count} of {len(questions)}" for count in counts))
+    kinds = [f"{rows} rows, {mode}" for rows in PRICED for mode in ("normal", "exact")]
+    price = Table("ms a step, graph alone", *kinds)
     normal = engine_for(decoder.model, "graphs")
     for length in (256, 1024, 4096):
         times = []
-        for engine, rows in ((normal, 1), (normal, 32), (decoder.engine, 32)):
+        for rows, engine in itertools.product(PRICED, (normal, decoder.engine)):
             assert isinstance(engine, GraphEngine)
             score_time(engine, rows, length, repeats=2)
             times.append(replay_time(engine, rows, length))
         price.add_row(f"{length} tokens of context", *(f"{value:.2f}" for value in times))
+    print(decoder.engine.name)
     CONSOLE.print(table, price)
+
+
+def recorded(
+    decoder: Decoder, method: Method, prompt: list[int], sampling: Sampling, tokens: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """What is written, and the logits that each token was chosen from."""
+    rows: list[torch.Tensor] = []
+    watched = replace(sampling, processors=(functools.partial(record, rows),))
+    return decoder.generate(prompt, method=method, sampling=watched, max_new_tokens=tokens).token_ids, rows
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
 from outpace.methods import METHODS as METHODS_BY_NAME
 from outpace.models.hf import HFModel
+from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
 
@@ -198,7 +199,7 @@ def test_exact_attention_has_the_same_bits_wherever_the_text_ends(
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_exact_mode_gives_the_same_bits_in_any_tree(rows: int) -> None:
-    engine = GraphEngine(HFModel(small_llama(torch.bfloat16)), exact_rows=rows)
+    engine = engine_for(HFModel(small_llama(torch.bfloat16)), exact=True, exact_rows=rows)
     rng = random.Random(0)
     for _ in range(12):
         prompt, answer = rng.choices(range(2048), k=rng.randrange(1, 700)), rng.choices(range(2048), k=10)

@@ -392,12 +392,23 @@ class _Gate(nn.Module):
                 kwargs["attention_mask"] = mask
             if control.cache is not None:
                 control.cache.enter(self.index)
-            output = (self.run_compiled if control.compiled else self.layer)(hidden, *args, **kwargs)
+            run = self.run_compiled if control.compiled else self.layer
+            with _known_floats() if control.compiled and self.index == control.start else nullcontext():
+                output = run(hidden, *args, **kwargs)
             self.returns_tuple = isinstance(output, tuple)
             hidden = output[0] if self.returns_tuple else output
         if self.index == control.last:
             control.hidden = hidden
         return output
+
+
+def _known_floats() -> AbstractContextManager[object]:
+    """The first layer's floats are compiled as the numbers they are: as variables they have it traced twice.
+
+    Those of layers that differ from the first become variables when these are compiled.
+    """
+    patch: AbstractContextManager[object] = torch._dynamo.config.patch(specialize_float=True)
+    return patch
 
 
 class _PoolCache:

@@ -25,8 +25,9 @@ EXACT_ROWS = 32
 def engine_for(model: Model, runtime: str = "auto", exact: bool = False, exact_rows: int = EXACT_ROWS) -> Engine:
     """An engine for the model.
 
-    With `exact` the logits of a text have the same bits with every method; on a CPU also in every batch. On CUDA every
-    step computes `exact_rows` rows for that. It is checked on this model before it is believed.
+    With `exact` the logits of a text have the same bits with every method; on a CPU also in every batch. On CUDA a
+    forward then has `exact_rows` rows at most, and all have as many where the device needs that. It is checked on this
+    model before it is believed.
     """
     if runtime not in RUNTIMES:
         raise UnknownNameError("runtime", runtime, RUNTIMES)
@@ -74,6 +75,9 @@ def _exact_engine(model: Any, rows: int) -> GraphEngine:
     _fuse(model)
     _replace_products(model)
     engine = GraphEngine(model, exact_rows=rows)
+    if engine.is_exact():
+        return engine
+    engine.use_one_size()
     if not engine.is_exact():
         raise UnsupportedModel(
             f"{model.name}: on {torch.cuda.get_device_name(model.device)} a tree does not give the bits of single "

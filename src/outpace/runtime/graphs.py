@@ -4,8 +4,9 @@ Launching a step's many kernels from Python takes several times as long as the k
 once. It computes a fixed number of rows (a few sizes are kept; what is missing is filled up with rows that nobody sees)
 over a text up to a fixed length. All that a step needs goes over in one copy, and the best tokens come back in one.
 
-In exact mode there is one size. A row then has the same bits whatever rows are beside it, so that the logits of an
-accepted guess are bit for bit those of plain decoding in the same mode.
+In exact mode a row has the same bits whatever rows are beside it, so that the logits of an accepted guess are bit for
+bit those of plain decoding in the same mode. Where a device computes products of few rows otherwise than products of
+many, there is one size for that.
 
 Rows of several texts go in one graph too, by graphs made for that. Not in exact mode: there texts take turns.
 """
@@ -48,12 +49,12 @@ class GraphEngine(Engine):
         super().__init__(model)
         self.pool = Pool(model.device, capacity=capacity)
         self.exact = exact_rows > 0
-        self.sizes = [exact_rows] if self.exact else [*SIZES]
+        self.sizes = [*(size for size in SIZES if size < exact_rows), exact_rows] if self.exact else [*SIZES]
         self._compile = compiled
         if compiled:
             model.compile_layers()
         if self.exact:
-            self.name = f"exact, {exact_rows} rows"
+            self.name = f"exact, up to {exact_rows} rows"
         # By rows, length of text, layers, whose question, and number of texts (0: one alone).
         self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int], _Graph] = {}
         self._head_steps: dict[tuple[Hashable, int], _HeadStep] = {}  # by whose heads, length of text
@@ -124,39 +125,45 @@ class GraphEngine(Engine):
         tails = rows.tails()
         if tails.shape[1] > WIDTH:
             raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        size = self.sizes[0] if logits else READING
+        most = self.most_rows if logits else READING
         parts: list[Output] = []
-        for start in range(0, len(rows), size):
+        for start in range(0, len(rows), most):
             parts = [*parts[:-1], *map(_copy, parts[-1:])]
+            count = min(most, len(rows) - start)
+            size = next(size for size in self.sizes if size >= count) if logits else READING
             graph = self._graph(size, len(rows.text))
-            graph.launch(rows.numbers[:, start : start + size], tails[start : start + size], len(rows.text))
-            count = min(size, len(rows) - start)
+            graph.launch(rows.numbers[:, start : start + count], tails[start : start + count], len(rows.text))
             parts.append(graph.share(count, max(0, min(count, start + count - len(rows) + logits))))
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def is_exact(self) -> bool:
-        """Whether the rows of a tree have the bits that they have one by one, tried on this model and device."""
+        """Whether the rows of a tree have the bits that they have one by one, tried with all numbers of rows."""
         text = [token % self.model.vocabulary for token in range(7, 7 + 3 * 41, 3)]
         answer = [token % self.model.vocabulary for token in (11, 5, 29, 17)]
-        rows = min(3 * len(answer), self.sizes[0])
-        parents, path = [-1], [0]
-        for row in range(1, rows):  # every second row goes on with the answer, while it lasts
-            on_path = row % 2 == 0 and len(path) < len(answer)
-            parents.append(path[-1] if on_path else row - 1)
-            path += [row] if on_path else []
-        tokens = [text[-1], *(row % self.model.vocabulary for row in range(1, rows))]
-        for place, row in enumerate(path[1:]):
-            tokens[row] = answer[place]
-        draft = Draft(tuple(tokens), tuple(parents), rows, ("",) * rows)
+        alone: list[torch.Tensor] = []
         with self.pool.sequence(text) as sequence:
-            together = self.score(sequence, draft).logits[path].clone()
-        with self.pool.sequence(text) as sequence:
-            for row, token in zip(range(len(path)), answer, strict=False):
-                alone = chain(sequence.tokens[-1], (), "")
-                if not torch.equal(self.score(sequence, alone).logits[0], together[row]):
-                    return False
-                self.pool.keep(sequence, alone, Verdict((0,), (token,)))
+            for token in answer:
+                draft = chain(sequence.tokens[-1], (), "")
+                alone.append(self.score(sequence, draft).logits[0].clone())
+                self.pool.keep(sequence, draft, Verdict((0,), (token,)))
+        for rows in self.sizes:
+            tokens, parents, path = [text[-1]], [-1], [0]
+            for row in range(1, rows):  # every second row goes on with the answer, while it lasts
+                on_path = row % 2 == 0 and len(path) < len(answer)
+                tokens.append(answer[len(path) - 1] if on_path else row % self.model.vocabulary)
+                parents.append(path[-1])
+                path += [row] if on_path else []
+            tree = Draft(tuple(tokens), tuple(parents), rows, ("",) * rows)
+            with self.pool.sequence(text) as sequence:
+                together = self.score(sequence, tree).logits[path]
+            if not torch.equal(together, torch.stack(alone[: len(path)])):
+                return False
         return True
+
+    def use_one_size(self) -> None:
+        """From now on every step of exact mode computes the same number of rows."""
+        self.sizes = self.sizes[-1:]
+        self.name = f"exact, always {self.sizes[0]} rows"
 
     def _launch(
         self,
