@@ -63,7 +63,7 @@ from outpace.models.loading import load
 from outpace.pool import Pool
 from outpace.reproduce import PAPERS, stem
 from outpace.reproduce.lab import Lab, Scale
-from outpace.runtime.choose import engine_for
+from outpace.runtime.choose import EXACT_ROWS, engine_for
 from outpace.runtime.graphs import FIRST_SPAN, GraphEngine
 from outpace.runtime.plain import Engine
 from outpace.training.data import Text, read_answers
@@ -476,7 +476,7 @@ def ablation(arguments: argparse.Namespace) -> None:
 def reproduce(arguments: argparse.Namespace) -> None:
     """`outpace reproduce` for each paper, on the widened model with widened heads. Its pages go to --out."""
     model, tokenizer = load_wide(arguments)
-    decoder = Decoder(model, tokenizer, Autoregressive())
+    decoder = Decoder(model, tokenizer, Autoregressive(), exact=arguments.exact)
     if arguments.calibrate:
         calibrate(decoder)
     small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
@@ -495,7 +495,10 @@ def reproduce(arguments: argparse.Namespace) -> None:
             show=lambda share, text="": print(f"{share:.0%} {text}", flush=True),
         )
         heads = heads_for(paper, adapted, arguments.times, given)
-        findings = PAPERS[paper](lab, **({"heads": heads} if heads else {}))
+        more: dict[str, Any] = {"heads": heads} if heads else {}
+        if paper == "amphista" and arguments.exact:
+            more["rows"] = EXACT_ROWS
+        findings = PAPERS[paper](lab, **more)
         page = findings.save(arguments.out, name, shlex.join(["python", *sys.argv]))
         print(page.read_text())
         print(f"{paper}: {time.perf_counter() - start:.0f} s")
@@ -640,6 +643,7 @@ def main() -> None:
     parser.add_argument(
         "--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="for reproduce, as for `outpace reproduce`"
     )
+    parser.add_argument("--exact", action="store_true", help="for reproduce: exact mode")
     parser.add_argument("--calibrate", action="store_true", help="for reproduce: measure costs first")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

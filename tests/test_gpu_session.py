@@ -63,6 +63,7 @@ def test_reproduce(
         papers=["adadecode", "amphista"],
         heads=[*(f"{kind}={trained / kind}" for kind in kinds), f"math={trained / 'exits'}"],
         calibrate=False,
+        exact=False,
         each=1,
         every=1,
         tokens=6,

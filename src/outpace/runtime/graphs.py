@@ -93,6 +93,8 @@ class GraphEngine(Engine):
         graph = None
         if self._graphs or logits or not whole:  # the first text does not wait for a graph to read it
             graph = self._launch([rows], [0], (start, stop), hidden, question)
+        if graph is None and self.exact:
+            raise InputError(f"{len(rows)} rows leave some layers at once; in exact mode {self.most_rows} may.")
         if graph is None:
             return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
         return graph.share(len(rows), logits)
