@@ -43,7 +43,7 @@ def placed(length: int, draft: Draft, rng: random.Random) -> tuple[Pool, Rows]:
 
 
 def lists(pool: Pool, rows: Rows, window: int, exact: bool) -> attention.SlotLists:
-    text = torch.zeros(1, pool.capacity, dtype=torch.long, device=DEVICE)
+    text = torch.full((1, pool.capacity), pool.scratch, device=DEVICE)  # what is behind the text is not read
     text[0, : len(rows.text)] = torch.tensor(rows.text, dtype=torch.long)
     nothing = torch.zeros(2, dtype=torch.long, device=DEVICE)
     return attention.SlotLists(
@@ -80,6 +80,8 @@ def test_lists_see_what_the_mask_shows(length: int, heads: int, key_heads: int, 
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     expected = scores.masked_fill(~sees, -math.inf).softmax(-1) @ values[:, :, :used].repeat_interleave(groups, 1)
+    unused = [*{*range(pool.capacity + 1)} - {*rows.text} - {*rows.slots.tolist()}]
+    keys[:, :, unused] = values[:, :, unused] = math.nan if attention.INTERPRET or DEVICE == "cuda" else 0.0
     for exact in (False, True):
         given = lists(pool, rows, window, exact)
         found = torch.ops.outpace.slot_attention(query, keys, values, *given, 1 / math.sqrt(size), softcap)

@@ -124,7 +124,7 @@ def _dense(
 def _launch(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lists: SlotLists, scaling: float, softcap: float
 ) -> torch.Tensor:
-    from triton import cdiv, next_power_of_2
+    from triton import cdiv, language, next_power_of_2
 
     from . import kernels
 
@@ -163,6 +163,7 @@ def _launch(
     }
     strides = (query.stride(1), query.stride(2), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2))
     factor = scaling * LOG2_E  # scores in powers of two
+    furthest = keys.shape[2] * max(keys.stride(2), values.stride(2))
     kernels.part[(programs, units, splits)](
         *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, lists.tree),
         *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, split, factor),
@@ -171,6 +172,7 @@ def _launch(
         PARTS=parts,
         PACKED=lists.packed > 0,
         EXACT=lists.exact,
+        INDEX=language.int32 if furthest < 2**31 else language.int64,
         **common,
         **pace,
     )

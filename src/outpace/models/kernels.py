@@ -48,28 +48,39 @@ def _both(peak, weight, total, other_peak, other_weight, other_total):
 
 
 @triton.jit
+def _of_slots(stored, slot, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    part = tl.arange(0, PADDED)
+    places = stored + slot[:, None] * stride + part[None, :]
+    if SIZE == PADDED:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=(part < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
 def _walk(
-    q, slot, listed, start, stop, keys, values, key_slot, value_slot, factor, row, head, real, at, positions,
+    q, slot, spare, listed, start, stop, keys, values, key_slot, value_slot, factor, row, head, real, at, positions,
     tree, tree_row, heads, sums, peaks, weights,
     AMONG: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over the keys in `listed` slots from `start` to `stop`; `slot` has the first block of them.
 
-    Slots are read a block ahead, so that keys and values can be fetched while those before are multiplied.
+    Slots are read a block ahead, so that keys and values can be fetched while those before are multiplied. Where there
+    are no keys left, one is read again whose values are in order (`spare` is the slot of the first), and not seen.
     """
     part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
+    slot = tl.where(start + across < stop, slot, spare).to(INDEX)
     peak = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, PADDED], tl.float32)
     for block in range(start, stop, BLOCK):
         index = block + across
         there = index < stop
-        inside = there[:, None] & (part < SIZE)[None, :]
-        key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=inside, other=0.0)
-        value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=inside, other=0.0)
-        slot = tl.load(listed + index + BLOCK, mask=index + BLOCK < stop, other=0)
+        key = _of_slots(keys, slot, key_slot, SIZE, PADDED)
+        value = _of_slots(values, slot, value_slot, SIZE, PADDED)
+        slot = tl.load(listed + tl.minimum(index + BLOCK, stop - 1)).to(INDEX)
         sees = there[None, :]
         position = index
         if AMONG:
@@ -96,7 +107,7 @@ def part(
     rows, heads, splits, text_splits, walk, factor, whose, tiles, text_line, tile_count,
     TILE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows.
 
@@ -135,7 +146,9 @@ def part(
         start = tl.maximum(start, 0 if among else first // BLOCK * BLOCK)
     listed = slots if among else text
     index = start + tl.arange(0, BLOCK)
-    slot = tl.load(listed + index, mask=index < (rows if among else text_line), other=0)  # before `past` is known
+    listed_until = rows if among else text_line
+    slot = tl.load(listed + index, mask=index < listed_until, other=0)  # before `past` is known
+    spare = tl.load(listed + start, mask=start < listed_until, other=0)
     keys += unit // UNITS * key_head
     values += unit // UNITS * value_head
     sums += split * rows * heads * SIZE
@@ -144,9 +157,9 @@ def part(
     if among:
         if first_row < row_stop:
             _walk(
-                q, slot, listed, start, tl.minimum(rows, limit), keys, values, key_slot, value_slot, factor,
+                q, slot, spare, listed, start, tl.minimum(rows, limit), keys, values, key_slot, value_slot, factor,
                 row, head, real, at, positions, tree, tree_row, heads, sums, peaks, weights,
-                True, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED,
+                True, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED, INDEX,
             )  # fmt: skip
     else:
         if EXACT:
@@ -154,9 +167,9 @@ def part(
         stop = tl.minimum(past, limit)
         if (limit - walk < stop) & (first_row < row_stop):
             _walk(
-                q, slot, listed, start, stop, keys, values, key_slot, value_slot, factor,
+                q, slot, spare, listed, start, stop, keys, values, key_slot, value_slot, factor,
                 row, head, real, at, positions, tree, tree_row, heads, sums, peaks, weights,
-                False, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED,
+                False, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED, INDEX,
             )  # fmt: skip
         else:
             tl.store(peaks + row * heads + head, tl.full([TILE], float("-inf"), tl.float32), mask=real)
