@@ -12,12 +12,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..draft import MODEL, Draft, Scores, Verdict, chain, find_best
+from ..draft import MODEL, Draft, Scores, Verdict, chain
 from ..errors import InputError, InvalidLogits, ModelError, OutpaceWarning, UnsupportedModel
 from ..heads import ExitHeads
 from ..heads.exits import BINS, ORIGINAL, check_layers, original_exits, read_layers, spread
 from ..heads.storing import Stored, is_for, load
 from ..models.adapter import Ends, Model, Output
+from ..models.best import find_best
 from ..picking import Picker
 from ..pool import Pool, Sequence
 from ..runtime.plain import Asking, Engine, Question, alone

@@ -1,4 +1,4 @@
-"""The Triton kernels of `attention` and `narrow`. Imported where there is a GPU (or Triton's interpreter).
+"""The Triton kernels of `attention`, `narrow` and `best`. Imported where there is a GPU (or Triton's interpreter).
 
 Names in capitals are known when a kernel is compiled. Scores are in powers of two, so that exp2 serves.
 """
@@ -53,8 +53,7 @@ def _of_slots(stored, slot, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
     places = stored + slot[:, None] * stride + part[None, :]
     if SIZE == PADDED:
         return tl.load(places)
-    else:
-        return tl.load(places, mask=(part < SIZE)[None, :], other=0.0)
+    return tl.load(places, mask=(part < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
@@ -284,3 +283,28 @@ def product(
     if bias is not None:
         total += tl.load(bias + output)[:, None]
     tl.store(product + row[None, :] * outputs + output[:, None], total, mask=real)
+
+
+@triton.jit
+def highest(logits, highest, width, PART: tl.constexpr):
+    """The highest logit of a part of a row, and its place, as one number: of two such numbers the higher is better."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    place = part * PART + tl.arange(0, PART)
+    logit = tl.load(logits + row.to(tl.int64) * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # there is a zero with a sign
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as whole numbers they are in the order of the floats
+    order = tl.where(logit != logit, 0x7FFFFFFF, order)
+    number = (order.to(tl.int64) << 32) | (0x7FFFFFFF - place)
+    tl.store(highest + row * tl.num_programs(1) + part, tl.max(number, 0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def best(highest, found, rows, parts, PARTS: tl.constexpr):
+    """The best of a row's parts: its place, and the logit."""
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    number = tl.max(tl.load(highest + row * parts + part, mask=part < parts, other=-(1 << 63)), 0)
+    order = (number >> 32).to(tl.int32)
+    bits = order ^ ((order >> 31) & 0x7FFFFFFF)
+    tl.store(found + row, (0x7FFFFFFF - (number & 0x7FFFFFFF)).to(tl.float64))
+    tl.store(found + rows + row, bits.to(tl.float32, bitcast=True).to(tl.float64))

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..draft import Draft, Mask, Verdict, chain, find_best
+from ..draft import Draft, Mask, Verdict, chain
 from ..errors import InputError, InvalidLogits, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
 from ..models.attention import SlotLists
+from ..models.best import find_best
 from ..pool import Numbers, Pool, Rows, Sequence
 from .plain import Engine, HeadFunction, Question, Work, answered, joined
 
