@@ -171,3 +171,41 @@ def test_a_tree_of_one_path_is_a_chain() -> None:
         [rows.slots[0], rows.slots[1], 0],
         rows.slots.tolist(),
     ]
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
+@pytest.mark.parametrize("window", [0, 100])
+def test_exact_rows_have_the_same_bits_wherever_the_text_ends(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of rows against one row at a time, over borders of blocks and of splits, fine and coarse."""
+    monkeypatch.setattr(attention, "TURN", 256)
+    torch.manual_seed(0)
+    rows, ahead, scratch = 16, 13, 600
+    keys, values = torch.randn(2, 1, 1, scratch + 1, 16, device=DEVICE)
+    query = torch.randn(1, 2, 600, 16, device=DEVICE)
+    slots = torch.randperm(600, device=DEVICE)
+
+    def attend(past: int, count: int) -> torch.Tensor:
+        positions = torch.full((rows,), past, device=DEVICE)
+        positions[:count] += torch.arange(count, device=DEVICE)
+        tree = torch.full((rows, 16), scratch, device=DEVICE)
+        tree[:count, :count] = slots[past : past + count]
+        nothing = torch.zeros(2, dtype=torch.long, device=DEVICE)
+        seen = attention.SlotLists(
+            text=slots[None],
+            length=torch.tensor([past], device=DEVICE),
+            whose=nothing,
+            tiles=nothing,
+            positions=positions,
+            slots=tree[:, 0],
+            tree=tree,
+            span=64 if past <= 64 else 1024,
+            packed=0,
+            exact=True,
+            window=window,
+        )
+        return torch.ops.outpace.slot_attention(query[:, :, positions], keys, values, *seen, 0.25, 0.0)[0, :count]
+
+    for past in (0, 55, 127, 250, 505):
+        together = attend(past, ahead)
+        for row in {0, 1, ahead - 1, 64 - past % 64, 63 - past % 64} & {*range(ahead)}:
+            assert torch.equal(attend(past + row, 1)[0], together[row]), (past, row)

@@ -8,8 +8,9 @@ Rows may be of several texts. Then there is a list of slots for each text, and a
 say which rows a tile has, and of which text a row is.
 
 In exact mode a row's result must have the same bits whatever tree it is in. Then keys are walked in the order of
-positions, in blocks with borders at fixed positions, whatever slots they lie in: `part` does the text's whole blocks,
-and `kernels.finish` goes on from there, row by row, down the row's own ancestors.
+positions, in blocks and splits with borders at fixed positions, whatever slots they lie in: `kernels.exact_part` does
+the text's whole blocks for a tile of rows, and what is left row by row, down the row's own ancestors. Which splits and
+blocks a row has depends on its position alone, and so does what `merge` makes of them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ CHUNK = 32  # the most splits that are merged at a time
 WARPS = 4
 STAGES = 3  # blocks of keys and values that are on their way or at work, where there is shared memory for them
 SPARE = 4096  # bytes of it for other things
-SPLIT = 256  # positions that one program walks in exact mode: bits depend on it
+# Positions that one program walks in exact mode, up to TURN and from there on: bits depend on it, and on EXACT_CHUNK.
+FINE, COARSE, TURN = 128, 256, 2048
+EXACT_CHUNK = 16
 
 
 def split_for(tiles: int, span: int, processors: int) -> int:
@@ -142,15 +145,11 @@ def _launch(
         programs = cdiv(rows, tile // group)
     padded = next_power_of_2(size)
     processors, memory = device_of(query.device)
-    split = SPLIT if lists.exact else split_for(programs * units, lists.span, processors)
     stages = ((memory - SPARE) // (padded * query.element_size()) - tile) // (2 * BLOCK)
-    pace = {"num_warps": WARPS, "num_stages": max(1, min(stages, STAGES))}
-    text_splits = cdiv(lists.span, split)
-    splits = text_splits + (0 if lists.exact else cdiv(rows, split))
-    sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
-    peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
-    mixed = query.new_empty(1, rows, heads, size)
-    common = {
+    factor = scaling * LOG2_E  # scores in powers of two
+    furthest = keys.shape[2] * max(keys.stride(2), values.stride(2))
+    options = {
+        "TILE": tile,
         "SIZE": size,
         "PADDED": padded,
         "GROUPS": groups,
@@ -160,40 +159,53 @@ def _launch(
         "WINDOW": lists.window,
         "SOFTCAP": softcap,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "INDEX": language.int32 if furthest < 2**31 else language.int64,
+        "num_warps": WARPS,
+        "num_stages": max(1, min(stages, STAGES)),
     }
     strides = (query.stride(1), query.stride(2), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2))
-    factor = scaling * LOG2_E  # scores in powers of two
-    furthest = keys.shape[2] * max(keys.stride(2), values.stride(2))
-    kernels.part[(programs, units, splits)](
-        *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, lists.tree),
-        *(lists.tree.stride(0), sums, peaks, *strides, rows, heads, splits, text_splits, split, factor),
-        *(lists.whose, lists.tiles, lists.text.stride(0), len(lists.tiles) // 2),
-        TILE=tile,
-        PARTS=parts,
-        PACKED=lists.packed > 0,
-        EXACT=lists.exact,
-        INDEX=language.int32 if furthest < 2**31 else language.int64,
-        **common,
-        **pace,
-    )
+    tree, line = (lists.tree, lists.tree.stride(0)), lists.text.stride(0)
     if lists.exact:
-        kernels.finish[(rows, units)](
-            *(query, keys, values, lists.text, lists.length, lists.positions, lists.tree, lists.tree.stride(0)),
-            *(sums, peaks, mixed, *strides, rows, heads, splits, split, factor),
-            TILE=tile,  # as in `part`: another tile adds up in another order
-            **common,
-            **pace,
+        splits = COARSE // BLOCK + exact_splits(lists.span + lists.tree.shape[1])
+    else:
+        split = split_for(programs * units, lists.span, processors)
+        text_splits = cdiv(lists.span, split)
+        splits = text_splits + cdiv(rows, split)
+    sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
+    peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+    mixed = query.new_empty(1, rows, heads, size)
+    if lists.exact:
+        kernels.exact_part[(programs, units, splits + tile // group)](
+            *(query, keys, values, lists.text, lists.length, lists.positions, *tree, sums, peaks),
+            *(*strides, rows, heads, splits, line, factor),
+            FINE=FINE,
+            COARSE=COARSE,
+            TURN=TURN,
+            **options,
         )
     else:
-        chunk = min(CHUNK, next_power_of_2(splits))
-        kernels.merge[(rows, heads)](
-            *(sums, peaks, mixed, rows, heads, splits),
-            SIZE=size,
-            PADDED=padded,
-            CHUNK=chunk,
-            num_warps=2 if chunk == CHUNK else 1,
+        kernels.part[(programs, units, splits)](
+            *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, *tree, sums, peaks),
+            *(*strides, rows, heads, splits, text_splits, split, factor),
+            *(lists.whose, lists.tiles, line, len(lists.tiles) // 2),
+            PARTS=parts,
+            PACKED=lists.packed > 0,
+            **options,
         )
+    chunk = EXACT_CHUNK if lists.exact else min(CHUNK, next_power_of_2(splits))
+    kernels.merge[(rows, heads)](
+        *(sums, peaks, mixed, rows, heads, splits),
+        SIZE=size,
+        PADDED=padded,
+        CHUNK=chunk,
+        num_warps=2 if chunk == CHUNK else 1,
+    )
     return mixed
+
+
+def exact_splits(length: int) -> int:
+    """How many splits so many positions have in exact mode."""
+    return -(-min(length, TURN) // FINE) + -(-max(length - TURN, 0) // COARSE)
 
 
 @functools.cache

@@ -39,15 +39,6 @@ def _add(scores, value, peak, weight, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _both(peak, weight, total, other_peak, other_weight, other_total):
-    """Two softmaxes over different keys as one."""
-    higher = tl.maximum(peak, other_peak)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    mine, other = tl.exp2(peak - base), tl.exp2(other_peak - base)
-    return higher, weight * mine + other_weight * other, total * mine[:, None] + other_total * other[:, None]
-
-
-@triton.jit
 def _of_slots(stored, slot, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
     part = tl.arange(0, PADDED)
     places = stored + slot[:, None] * stride + part[None, :]
@@ -106,7 +97,7 @@ def part(
     rows, heads, splits, text_splits, walk, factor, whose, tiles, text_line, tile_count,
     TILE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows.
 
@@ -161,8 +152,6 @@ def part(
                 True, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED, INDEX,
             )  # fmt: skip
     else:
-        if EXACT:
-            past = past // BLOCK * BLOCK
         stop = tl.minimum(past, limit)
         if (limit - walk < stop) & (first_row < row_stop):
             _walk(
@@ -201,68 +190,119 @@ def merge(sums, peaks, mixed, rows, heads, splits, SIZE: tl.constexpr, PADDED: t
     tl.store(mixed + (row * heads + head) * SIZE + part, total / weight, mask=part < SIZE)
 
 
+@triton.jit
+def _split_at(position, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr):
+    """Exact: the split that a position is in. They are FINE long up to TURN, then COARSE."""
+    return tl.where(position < TURN, position // FINE, TURN // FINE + (position - TURN) // COARSE)
+
+
+@triton.jit
+def _start_of(split, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr):
+    fine: tl.constexpr = TURN // FINE
+    return tl.where(split < fine, split * FINE, TURN + (split - fine) * COARSE)
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
-def finish(
-    query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
-    query_head, query_row, key_head, key_slot, value_head, value_slot,
-    rows, heads, splits, walk, factor,
+def exact_part(
+    query, keys, values, text, length, positions, tree, tree_row, sums, peaks,
+    query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, text_line, factor,
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Exact: one row, the splits before it, then the blocks from the text's last border to the row itself."""
-    row, unit = tl.program_id(0), tl.program_id(1)
+    """What `part` does, in parts that depend on a row's position alone.
+
+    A row has a part for each split before the one that it is in itself, and then one for each block of that split.
+    Where these are of the text alone, a program does one of them for a tile of rows: first the blocks (SMALL), then the
+    splits. What is left of a row, down its own ancestors, is done by a program for each row.
+    """
+    SMALL: tl.constexpr = COARSE // BLOCK
+    unit, job = tl.program_id(1), tl.program_id(2)
+    past = tl.load(length).to(tl.int32)
+    border = past // BLOCK * BLOCK  # up to here all rows see the same blocks
+    open_split = _split_at(border, FINE, COARSE, TURN)
     place = tl.arange(0, TILE)
-    within = unit % UNITS * GROUP + place
-    real = (place < GROUP) & (within < GROUPS)
-    head = unit // UNITS * GROUPS + within
     part = tl.arange(0, PADDED)
-    inside = real[:, None] & (part < SIZE)[None, :]
-    q = tl.load(query + head[:, None] * query_head + row * query_row + part[None, :], mask=inside, other=0.0)
-    at = tl.load(positions + row)
-    past = tl.load(length)
-    border = past // BLOCK * BLOCK
-    last = border // walk  # the split that the border is in
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE, PADDED], tl.float32)
-    for split in range(last):  # one by one, as below: bits depend on the order
-        stored = (split * rows + row) * heads + head
-        split_peak = tl.load(peaks + stored, mask=real, other=float("-inf"))
-        split_weight = tl.load(peaks + splits * rows * heads + stored, mask=real, other=0.0)
-        split_total = tl.load(sums + stored[:, None] * SIZE + part[None, :], mask=inside, other=0.0)
-        peak, weight, total = _both(peak, weight, total, split_peak, split_weight, split_total)
-    # The open split: what `part` left of it, then block by block.
-    stored = (last * rows + row) * heads + head
-    begun = real & (last * walk < border)
-    open_peak = tl.load(peaks + stored, mask=begun, other=float("-inf"))
-    open_weight = tl.load(peaks + splits * rows * heads + stored, mask=begun, other=0.0)
-    open_total = tl.load(
-        sums + stored[:, None] * SIZE + part[None, :], mask=begun[:, None] & (part < SIZE)[None, :], other=0.0
-    )
-    key_base = keys + unit // UNITS * key_head
-    value_base = values + unit // UNITS * value_head
-    for block in range(border, at + 1, BLOCK):
-        if (block % walk == 0) & (block > border):
-            peak, weight, total = _both(peak, weight, total, open_peak, open_weight, open_total)
-            open_peak = tl.full([TILE], float("-inf"), tl.float32)
-            open_weight = tl.zeros([TILE], tl.float32)
-            open_total = tl.zeros([TILE, PADDED], tl.float32)
-        position = block + tl.arange(0, BLOCK)
-        there = position <= at
-        slot = tl.load(text + position, mask=position < past, other=0)
-        slot += tl.load(tree + row * tree_row + position - past, mask=there & (position >= past), other=0)
-        within_size = there[:, None] & (part < SIZE)[None, :]
-        key = tl.load(key_base + slot[:, None] * key_slot + part[None, :], mask=within_size, other=0.0)
-        value = tl.load(value_base + slot[:, None] * value_slot + part[None, :], mask=within_size, other=0.0)
-        sees = there[None, :]
+    across = tl.arange(0, BLOCK)
+    keys += unit // UNITS * key_head
+    values += unit // UNITS * value_head
+    weights = peaks + splits * rows * heads
+    each = rows * heads  # numbers of a part
+    first_row = tl.program_id(0) * (TILE // GROUP)
+    if job < splits:
+        row = first_row + place // GROUP
+        within = unit % UNITS * GROUP + place % GROUP
+        real = (row < rows) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
+        head = unit // UNITS * GROUPS + within
+        at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
+        own = _split_at(at, FINE, COARSE, TURN)
+        small = job < SMALL
+        split = tl.where(small, open_split, job - SMALL)
+        start = _start_of(split, FINE, COARSE, TURN) + tl.where(small, job * BLOCK, 0)
+        stop = tl.where(small, start + BLOCK, _start_of(split + 1, FINE, COARSE, TURN))
+        begin = start
         if WINDOW > 0:
-            sees = sees & (at - position[None, :] < WINDOW)
-        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
-        open_peak, open_weight, open_total = _add(scores, value, open_peak, open_weight, open_total, PRECISION)
-    peak, weight, total = _both(peak, weight, total, open_peak, open_weight, open_total)
-    total = total / tl.where(real, weight, 1.0)[:, None]
-    tl.store(mixed + (row * heads + head[:, None]) * SIZE + part[None, :], total, mask=inside)
+            first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
+            begin = tl.minimum(tl.maximum(start, first // BLOCK * BLOCK), stop)
+        if stop <= border:
+            q = tl.load(
+                query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
+                mask=real[:, None] & (part < SIZE)[None, :],
+                other=0.0,
+            )
+            index = begin + across
+            slot = tl.load(text + index, mask=index < text_line, other=0)
+            spare = tl.load(text + start)
+            _walk(
+                q, slot, spare, text, begin, stop, keys, values, key_slot, value_slot, factor,
+                row, head, real & ((own == open_split) | (job >= SMALL)), at, positions, tree, tree_row, heads,
+                sums + job * each * SIZE, peaks + job * each, weights + job * each,
+                False, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, False, INDEX,
+            )  # fmt: skip
+            unused = (own != open_split) & small & (_start_of(own, FINE, COARSE, TURN) + job * BLOCK > at)
+        else:
+            behind = tl.where(small, _start_of(own, FINE, COARSE, TURN) + job * BLOCK, start)
+            unused = tl.where(small, behind > at, own <= split)
+        tl.store(peaks + job * each + row * heads + head, tl.full([TILE], float("-inf"), tl.float32), real & unused)
+    else:
+        lone = first_row + job - splits
+        if lone < rows:
+            within = unit % UNITS * GROUP + place
+            real = (place < GROUP) & (within < GROUPS)
+            head = unit // UNITS * GROUPS + within
+            end = tl.load(positions + lone).to(tl.int32)
+            own_split = _split_at(end, FINE, COARSE, TURN)
+            inside = real[:, None] & (part < SIZE)[None, :]
+            q = tl.load(query + head[:, None] * query_head + lone * query_row + part[None, :], mask=inside, other=0.0)
+            peak = tl.full([TILE], float("-inf"), tl.float32)
+            weight = tl.zeros([TILE], tl.float32)
+            total = tl.zeros([TILE, PADDED], tl.float32)
+            first = tl.where(own_split > open_split, _start_of(open_split, FINE, COARSE, TURN), border)
+            for block in range(first, end + 1, BLOCK):
+                position = block + across
+                there = position <= end
+                slot = tl.load(text + position, mask=position < past, other=0)
+                slot += tl.load(tree + lone * tree_row + position - past, mask=there & (position >= past), other=0)
+                seen = there[:, None] & (part < SIZE)[None, :]
+                slot = slot.to(INDEX)
+                key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=seen, other=0.0)
+                value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=seen, other=0.0)
+                sees = there[None, :]
+                if WINDOW > 0:
+                    sees = sees & (end - position[None, :] < WINDOW)
+                scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
+                peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
+                split = _split_at(block, FINE, COARSE, TURN)
+                start = _start_of(split, FINE, COARSE, TURN)
+                if (split == own_split) | (block + BLOCK == _start_of(split + 1, FINE, COARSE, TURN)):
+                    number = tl.where(split == own_split, (block - start) // BLOCK, SMALL + split)
+                    stored = (number * rows + lone) * heads + head
+                    tl.store(peaks + stored, peak, mask=real)
+                    tl.store(weights + stored, weight, mask=real)
+                    tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=inside)
+                    peak = tl.full([TILE], float("-inf"), tl.float32)
+                    weight = tl.zeros([TILE], tl.float32)
+                    total = tl.zeros([TILE, PADDED], tl.float32)
 
 
 @triton.jit(do_not_specialize=["count"])
