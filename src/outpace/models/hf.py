@@ -167,7 +167,8 @@ class HFModel:
         asked = asked_rows(logits, len(rows), self.device)
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop
-        control.hidden = None if hidden is None else hidden[None]
+        # A copy that is made here is such a tensor as layers leave, so nothing is compiled anew for it.
+        control.hidden = None if hidden is None else hidden[None].clone()
         control.cache = _FixedCache(pool, rows) if isinstance(rows, FixedRows) else _PoolCache(pool, rows)
         control.compiled = compiled and pool.stored(start) is not None  # the first forward makes the storage
         arguments: dict[str, Any] = {
