@@ -199,6 +199,17 @@ def test_exact_attention_has_the_same_bits_wherever_the_text_ends(
         assert torch.equal(attend(past, ahead), alone[past : past + ahead]), past
 
 
+def test_the_last_norm_has_the_same_bits_for_any_number_of_rows_in_exact_mode() -> None:
+    model = HFModel(small_llama(torch.float32))
+    norm, states = model.ends().norm, torch.randn(1, 256, model.width, device="cuda")
+    model._control.steady = True
+    together = norm(states)
+    for count in (1, 2, 8, 16, 32):
+        for first in range(0, 256, count):
+            part = slice(first, first + count)
+            assert torch.equal(norm(states[:, part]), together[:, part])
+
+
 @pytest.mark.parametrize("rows", [16, 64])
 def test_exact_mode_gives_the_same_bits_in_any_tree(rows: int) -> None:
     engine = engine_for(HFModel(small_llama(torch.bfloat16)), exact=True, exact_rows=rows)

@@ -108,6 +108,28 @@ def test_exact_mode_checks_itself() -> None:
     assert not engine.is_exact()
 
 
+def test_exact_mode_computes_as_many_rows_outside_of_layers_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Llama")
+    engine = GraphEngine(HFModel(model), compiled=False, exact_rows=8)
+    seen: list[int] = []
+    norm = engine.model._mirror.get_decoder().norm
+    right = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda states: seen.append(states.shape[-2]) or right(states))
+    with engine.pool.sequence([3, 1, 4]) as sequence:
+        engine.score(sequence, chain(4, (), ""))
+        engine.pool.free(sequence.drafted)
+        sequence.drafted = []
+        seen.clear()
+        for count in (0, 1, 7):
+            exact = engine.score(sequence, chain(4, [*range(count)], "")).logits
+            engine.pool.free(sequence.drafted)
+            sequence.drafted = []
+    assert set(seen) == {256}
+    text = torch.tensor([[3, 1, 4, *range(7)]])
+    torch.testing.assert_close(exact, model(text).logits[0, 2:])  # the model itself has none of it
+    assert not model.model.norm._forward_hooks
+
+
 def test_exact_mode_refuses_more_rows_than_its_graphs_take_in_some_layers() -> None:
     engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8)
     with engine.pool.sequence([3, 1, 4]) as sequence:

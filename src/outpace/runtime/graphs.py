@@ -140,7 +140,11 @@ class GraphEngine(Engine):
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def is_exact(self) -> bool:
-        """Whether the rows of a tree have the bits that they have one by one, tried with all numbers of rows."""
+        """Whether the rows of a tree have the bits that they have one by one, tried with all numbers of rows.
+
+        A few rows cannot show it all: where layers are not compiled, torch's norms add up otherwise for other numbers
+        of rows, and that is seldom seen. So there must be one number then.
+        """
         text = [token % self.model.vocabulary for token in range(7, 7 + 3 * 41, 3)]
         answer = [token % self.model.vocabulary for token in (11, 5, 29, 17)]
         alone: list[torch.Tensor] = []
@@ -161,7 +165,7 @@ class GraphEngine(Engine):
                 together = self.score(sequence, tree).logits[path]
             if not torch.equal(together, torch.stack(alone[: len(path)])):
                 return False
-        return True
+        return self._compile or len(self.sizes) == 1
 
     def use_one_size(self) -> None:
         """From now on every step of exact mode computes the same number of rows."""
