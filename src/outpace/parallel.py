@@ -13,6 +13,7 @@ A rank that dies or hangs ends the run on all others with an error that names it
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -63,22 +64,23 @@ class Ranks:
             raise InputError(f"timeout={timeout!r} must be a number of seconds above 0, and finite.")
         self.timeout = timeout
         self.device = device  # where integers must lie to be exchanged
+        self._lost = ""  # why nothing more can be exchanged
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             if not dist.is_initialized():
                 dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+                atexit.register(self._leave)
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
         except ValueError as error:
             raise InputError(
                 f"there are no ranks to join ({error}). Start the program with `torchrun --nproc-per-node N`."
             ) from error
         except RuntimeError as error:
-            raise RankError(f"not all ranks were there within {timeout:g} s ({_reason(error)}).") from error
+            raise self._lose(f"not all ranks were there within {timeout:g} s ({_reason(error)}).") from error
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.exchanges = 0
         self.numbers = 0  # that this rank had to tell, all exchanges together
         self._store = _get_default_store()
-        self._lost = ""  # why nothing more can be exchanged
 
     def gather(self, stage: Stage, about: int, numbers: Sequence[int]) -> list[list[int]]:
         """Tell all ranks some numbers, and hear theirs, by rank. All must be at the same stage, `about` the same."""
@@ -143,6 +145,11 @@ class Ranks:
         names = ", ".join(map(str, sorted(missing)))
         who = f"rank {names} does" if len(missing) == 1 else f"ranks {names} do"
         return f"{who} not answer any more (seen from rank {self.rank}, timeout {self.timeout:g} s): dead, or too slow."
+
+    def _leave(self) -> None:
+        """End the connection in good order, while Python still runs. What waits for a lost rank would be waited for."""
+        if dist.is_initialized() and not self._lost:
+            dist.destroy_process_group()
 
     def _lose(self, reason: str) -> RankError:
         self._lost = reason
