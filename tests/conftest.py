@@ -74,7 +74,7 @@ def tiny(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes
     return build(name, {**_COMMON, **ARCHITECTURES[name], **changes}, seed, dtype)
 
 
-def mostly_slow(names: Iterable[str], quick: Iterable[str] = ("Llama", "Gemma2", "GPT2", "Mixtral")) -> list[Any]:
+def mostly_slow(names: Iterable[str], quick: Iterable[str] = ("Llama", "Gemma2", "GPT2")) -> list[Any]:
     """Parameters of a test that takes seconds for each architecture: all but some are left to `make test-all`."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
