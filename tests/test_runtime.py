@@ -97,14 +97,21 @@ def test_segments_make_a_whole() -> None:
 def test_exact_mode_checks_itself() -> None:
     engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8)
     right = engine.model.forward
+    noise = 0.0
 
-    def wrong(pool: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(pool: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
         output = right(pool, rows, *args, **kwargs)
-        if isinstance(rows, FixedRows):  # what is beside a row changes it a little
-            output = output._replace(logits=output.logits + 1e-5 * rows.lists.tree.float().std())
+        if isinstance(rows, FixedRows):  # logits by the row's token alone, and a little by what is beside the row
+            logits = rows.tokens[:, None] * torch.ones_like(output.logits)
+            output = output._replace(logits=logits + noise * rows.lists.tree.float().std())
         return output
 
-    engine.model.forward = wrong  # type: ignore[method-assign]
+    engine.model.forward = forward  # type: ignore[method-assign]
+    assert not engine.is_exact()  # layers that are not compiled need one size
+    engine.use_one_size()
+    assert engine.sizes == [8]
+    assert engine.is_exact()
+    noise = 1e-5
     assert not engine.is_exact()
 
 
