@@ -49,7 +49,7 @@ def fits(linear: nn.Linear) -> bool:
 def narrow(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[..., outputs]: states [..., inputs] times weight [outputs, inputs], plus bias."""
     count = states.numel() // states.shape[-1]
-    return F.linear(states, weight, bias) if count > MOST_ROWS else launch(states, weight, bias)
+    return launch(states, weight, bias) if 0 < count <= MOST_ROWS else F.linear(states, weight, bias)
 
 
 @narrow.register_fake

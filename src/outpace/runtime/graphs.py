@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from ..draft import Draft, Mask, Verdict, chain
 from ..errors import InputError, InvalidLogits, OutpaceWarning
 from ..models.adapter import FixedRows, Model, Output
+from ..models.ahead import Ahead
 from ..models.attention import SlotLists
 from ..models.best import find_best
 from ..pool import Numbers, Pool, Rows, Sequence
@@ -52,8 +54,7 @@ class GraphEngine(Engine):
         self.exact = exact_rows > 0
         self.sizes = [*(size for size in SIZES if size < exact_rows), exact_rows] if self.exact else [*SIZES]
         self._compile = compiled
-        if compiled:
-            model.compile_layers()
+        self._compile_layers = cache(lambda: model.compile_layers())  # once; it takes seconds to import the compiler
         if self.exact:
             self.name = f"exact, up to {exact_rows} rows"
         # By rows, length of text, layers, whose question, and number of texts (0: one alone).
@@ -293,12 +294,24 @@ class GraphEngine(Engine):
             graph = self._graphs[key] = self._capture(size, span, through, question, texts)
         return graph
 
+    def _prepare(self, size: int, span: int, layers: tuple[int, int], texts: int) -> None:
+        """Compile the layers, and our own kernels meanwhile."""
+        places, last = (self.model, self.pool, self._texts), (layers[1] - 1, layers[1])
+        with Ahead() as ahead:
+            for rows in (PRIME, size):
+                _Graph(*places, rows, span, last, False, self.exact, None, texts).compute()
+        try:
+            self._compile_layers()
+            # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
+            _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
+        finally:
+            ahead.wait()  # nothing else may run while a graph is captured
+
     def _capture(self, size: int, span: int, layers: tuple[int, int], question: Question | None, texts: int) -> _Graph:
         places = (self.model, self.pool, self._texts)
         try:
             if self._compile and not any(bool(key[-1]) == bool(texts) for key in self._graphs):
-                # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
-                _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
+                self._prepare(size, span, layers, texts)
             graph = _Graph(*places, size, span, layers, self._compile, self.exact, question, texts)
             self._memory = graph.capture(self._memory)
             return graph
@@ -375,29 +388,33 @@ class _FixedStep:
         """What is computed, on `rows` and `hidden`."""
         raise NotImplementedError
 
+    def compute(self) -> None:
+        """Kernel by kernel."""
+        with torch.inference_mode():
+            self._step()
+
     def capture(self, memory: Any) -> Any:
         """Record the step, its memory from the pool `memory`. All rows write to the scratch slot meanwhile."""
         self.warm_up()
         if not self.on_gpu:
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=memory):
-            self._step()
+        with torch.cuda.graph(graph, pool=memory):
+            self.compute()
         self._graph = graph
         return graph.pool()
 
     def warm_up(self) -> None:
         """Compile, and let libraries choose their kernels, on a stream of its own as captures want it."""
-        with torch.inference_mode():
-            if not self.on_gpu:
-                self._step()
-                return
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self._step()
-            torch.cuda.current_stream().wait_stream(stream)
+        if not self.on_gpu:
+            self.compute()
+            return
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.compute()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def _fill(self, numbers: Numbers, tree: Numbers, past: int) -> None:
         count, width = tree.shape
@@ -449,8 +466,7 @@ class _FixedStep:
         if self._copied:
             self._copied.record()
         if self._graph is None:
-            with torch.inference_mode():
-                self._step()
+            self.compute()
         else:
             self._graph.replay()
 

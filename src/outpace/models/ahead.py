@@ -1,0 +1,44 @@
+"""Kernels compiled ahead, side by side. Triton compiles a kernel where it first runs, while all else waits."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+THREADS = 4
+
+
+class Ahead(TorchDispatchMode):
+    """Within it our own operators run in threads, for their kernels' sake; what they return here is of no use.
+
+    The threads go on behind it, until `wait`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._running: list[Future[Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace != "outpace":
+            return function(*args, **(kwargs or {}))
+        self._running.append(self._threads.submit(_run, function, args))
+        shape = function(*tree_map_only(torch.Tensor, lambda given: given.to("meta"), args))
+        return torch.empty_like(shape, device=args[0].device)
+
+    def wait(self) -> None:
+        """Until all have run. Raises what one of them raised."""
+        self._threads.shutdown()
+        for run in self._running:
+            run.result()
+
+
+def _run(function: Any, args: Any) -> None:
+    with torch.inference_mode(), torch.cuda.device_of(args[0]):  # type: ignore[no-untyped-call]
+        if args[0].is_cuda:
+            torch.cuda.synchronize()  # gives a new thread the device's context, which cuBLAS wants
+        function(*args)
