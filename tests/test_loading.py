@@ -63,3 +63,11 @@ def test_device_and_dtype() -> None:
     assert loading.resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
     with pytest.raises(InputError, match="loaded by name"):
         load(tiny("Llama"), dtype="float32")
+
+
+@pytest.mark.parametrize("quicker", [torch.float32, torch.bfloat16])
+def test_the_fastest_dtype_is_measured(quicker: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loading.product_time(torch.float32) > 0
+    monkeypatch.setattr(loading, "product_time", lambda dtype: 1.0 if dtype is quicker else 2.0)
+    assert loading.resolve_dtype("fastest", torch.device("cpu")) is quicker
+    assert loading.resolve_dtype("fastest", torch.device("cuda")) is torch.bfloat16

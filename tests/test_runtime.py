@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
 from outpace import Autoregressive, Decoder, Jacobi, Lookahead, OutpaceWarning, PromptLookup, Sampling
 from outpace.draft import Draft, chain
-from outpace.errors import InputError, UnknownNameError
+from outpace.errors import InputError, UnknownNameError, UnsupportedModel
 from outpace.models.adapter import FixedRows
 from outpace.models.hf import HFModel
 from outpace.pool import Pool
@@ -200,6 +203,44 @@ def test_joined_weights_are_the_models_own_and_come_apart_again() -> None:
     adapted.unfuse()
     assert attention.v_proj.weight.untyped_storage().data_ptr() != storage
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+class Eighths(torch.Tensor):
+    """Weights as a quantizing library has them: small whole numbers, of a type that products alone know."""
+
+    whole: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, weight: torch.Tensor) -> Eighths:
+        made: Eighths = torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        made.whole = weight.mul(8).round().to(torch.int8)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and isinstance(args[1], Eighths):
+            return F.linear(args[0], args[1].whole.float() / 8, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of quantized weights")
+
+
+def test_quantized_weights_stay_as_they_are() -> None:
+    model = copy.deepcopy(tiny("Llama"))
+    for part in model.model.layers.modules():
+        if isinstance(part, nn.Linear):
+            part._parameters["weight"] = cast(nn.Parameter, Eighths(part.weight.data))
+    adapted = HFModel(model)
+    text = Decoder(adapted).generate(PROMPT, max_new_tokens=12).token_ids
+    assert adapted.fuse() == 0
+    assert adapted.replace_products() == 1  # the output head
+    for method in METHODS:
+        assert Decoder(adapted).generate(PROMPT, method=method, max_new_tokens=12).token_ids == text
+    with pytest.raises(UnsupportedModel, match=r"weights of type Eighths\. Use exact=False"):
+        engine_for(adapted, exact=True)
+    assert Decoder(adapted).generate(PROMPT, max_new_tokens=12).token_ids == text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import typer
 from ..errors import InputError
 
 DEFAULT_MODEL = "smollm2-135m"
-DTYPES = "float32|bfloat16|float16"
+DTYPES = "float32|bfloat16|float16|fastest"
 
 Model = Annotated[str, typer.Option(help="An embedded model (see `outpace models`), a folder, or a hub id.")]
 MaxNewTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
@@ -18,7 +18,11 @@ TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens with t
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text with every method.")]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar=DTYPES, help="Default: float32 on a CPU, otherwise bfloat16.", show_default=False),
+    typer.Option(
+        metavar=DTYPES,
+        help="Default: float32 on a CPU, otherwise bfloat16. fastest: what this machine computes in less time.",
+        show_default=False,
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
 Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]

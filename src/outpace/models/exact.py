@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModel
 from ..pool import Placed
+from .fusing import is_plain
 
 
 class Seen(NamedTuple):
@@ -92,6 +93,9 @@ class ExactFunctions(TorchFunctionMode):
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not is_plain(weight):
+        kind = type(weight).__name__
+        raise UnsupportedModel(f"exact mode cannot compute products with weights of type {kind}. Use exact=False.")
     product: torch.Tensor = torch.ops.outpace.linear(input, weight.contiguous(), bias, True)
     return product
 

@@ -95,6 +95,11 @@ class _Part(nn.Module):
 
 def _alike(parts: list[Any]) -> bool:
     """Whether these are plain linear maps of the same input, in the same type and place."""
-    return all(type(part) is nn.Linear for part in parts) and (
+    return all(type(part) is nn.Linear and is_plain(*part.parameters()) for part in parts) and (
         len({(part.in_features, part.weight.dtype, part.weight.device, part.bias is None) for part in parts}) == 1
     )
+
+
+def is_plain(*weights: torch.Tensor) -> bool:
+    """Whether weights are numbers in memory. Those of quantizing libraries are not: they have types of their own."""
+    return all(type(weight) in (nn.Parameter, torch.Tensor) for weight in weights)

@@ -24,6 +24,7 @@ from torch import nn
 
 from ..errors import InputError
 from . import narrow
+from .fusing import is_plain
 
 HERE = Path(__file__).parent
 SOURCES = (HERE / "products.cpp", HERE / "exact.cpp")
@@ -70,7 +71,7 @@ class _Product(nn.Module):
 
 
 def _product_for(linear: nn.Linear) -> nn.Module | None:
-    if linear._forward_hooks or linear._forward_pre_hooks:
+    if linear._forward_hooks or linear._forward_pre_hooks or not is_plain(*linear.parameters()):
         return None
     if narrow.fits(linear):
         return narrow.NarrowLinear(linear)
