@@ -260,11 +260,10 @@ class HFModel:
         # Numbers of 16 bits are rounded otherwise beside other rows: one path, token by token, shows how much. But
         # tokens that a row must not see may be any.
         alone = self._logits([*text, *left], chain(left[-1], (), "check"), chunk=1)[[-1]]
-        numbers = torch.finfo(self.dtype)
-        rounding = max(_disagreement(apart[:1], alone), numbers.eps)
+        rounding = _disagreement(apart[:1], alone)
         seen = _disagreement(together[:1], self._together(text, left, other)[:1])
-        most = 0.15 if numbers.bits == 16 else 0.01
-        if not (error < min(4 * rounding, most) and seen < max(4 * numbers.eps, ROUNDING)):  # also when one is NaN
+        slight, least, most = (0.03, 0.05, 0.15) if torch.finfo(self.dtype).bits == 16 else (ROUNDING, ROUNDING, 0.01)
+        if not (error < min(max(4 * rounding, least), most) and seen < slight):  # also when one is NaN
             raise UnsupportedModel(
                 f"{type(self._mirror).__name__} computes several tokens at once differently from one by one "
                 f"(relative difference {error:.2g}; rounding makes {rounding:.2g}, tokens that must not be seen make "
