@@ -257,17 +257,17 @@ class HFModel:
         error = _disagreement(together, apart)
         if error < ROUNDING:
             return
-        # Numbers of 16 bits are rounded otherwise beside other rows: one path, token by token, shows how much. But
-        # tokens that a row must not see may be any.
-        alone = self._logits([*text, *left], chain(left[-1], (), "check"), chunk=1)[[-1]]
-        rounding = _disagreement(apart[:1], alone)
+        # Numbers of 16 bits are rounded otherwise beside other rows. But tokens that a row must not see may be any.
+        slight, limit, most = (0.03, 0.05, 0.15) if torch.finfo(self.dtype).bits == 16 else (ROUNDING, ROUNDING, 0.01)
         seen = _disagreement(together[:1], self._together(text, left, other)[:1])
-        slight, least, most = (0.03, 0.05, 0.15) if torch.finfo(self.dtype).bits == 16 else (ROUNDING, ROUNDING, 0.01)
-        if not (error < min(max(4 * rounding, least), most) and seen < slight):  # also when one is NaN
+        if error >= limit:  # how much rounding does, one path shows token by token
+            alone = self._logits([*text, *left], chain(left[-1], (), "check"), chunk=1)[[-1]]
+            limit = min(4 * _disagreement(apart[:1], alone), most)
+        if not (error < limit and seen < slight):  # also when one is NaN
             raise UnsupportedModel(
                 f"{type(self._mirror).__name__} computes several tokens at once differently from one by one "
-                f"(relative difference {error:.2g}; rounding makes {rounding:.2g}, tokens that must not be seen make "
-                f"{seen:.2g}), so Outpace cannot keep its text unchanged."
+                f"(relative difference {error:.2g}; {seen:.2g} by tokens that must not be seen), so Outpace cannot "
+                "keep its text unchanged."
             )
 
     def _together(self, text: list[int], left: list[int], right: list[int]) -> torch.Tensor:

@@ -297,10 +297,11 @@ class GraphEngine(Engine):
     def _prepare(self, size: int, span: int, layers: tuple[int, int], texts: int) -> None:
         """Compile the layers, and our own kernels meanwhile."""
         places, last = (self.model, self.pool, self._texts), (layers[1] - 1, layers[1])
-        with Ahead() as ahead:
-            for rows in (PRIME, size):
-                _Graph(*places, rows, span, last, False, self.exact, None, texts).compute()
+        ahead = Ahead()
         try:
+            with ahead:
+                for rows in (PRIME, size):
+                    _Graph(*places, rows, span, last, False, self.exact, None, texts).compute()
             self._compile_layers()
             # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
             _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
