@@ -68,7 +68,7 @@ def on_graphs(model: Any, **options: Any) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("name", mostly_slow(EIGHT))
+@pytest.mark.parametrize("name", mostly_slow(EIGHT, quick=["Llama"]))
 def test_random_exits_change_nothing(name: str) -> None:
     model = tiny(name)
     decoder = Decoder(model)

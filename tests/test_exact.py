@@ -213,7 +213,7 @@ class Recorder:
         return scores
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPTNeoX"])
+@pytest.mark.parametrize("name", mostly_slow(["Llama", "Gemma3Text", "GPTNeoX"]))
 def test_all_methods_have_the_bits_of_plain_decoding_alone_and_in_batches(name: str) -> None:
     model = tiny(name)
     decoder = Decoder(model, exact=True)

@@ -258,7 +258,7 @@ def all_cases(decoder: Decoder) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("count", "name"), [(2, "Llama"), (4, "Gemma2")])
+@pytest.mark.parametrize(("count", "name"), [(2, "Llama"), pytest.param(4, "Gemma2", marks=pytest.mark.slow)])
 def test_processes_write_what_one_writes(count: int, name: str) -> None:
     assert in_processes(count, write_many, name) == [all_cases(one(name))] * count
 
