@@ -409,7 +409,7 @@ class _Gate(nn.Module):
 
     def compile(self) -> None:
         # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one. Patterns
-        # to be replaced are not looked for: it takes most of a second, and a layer has none that matter.
+        # to be replaced are not looked for: steps take as long without (docs/log.md).
         options: dict[str, Any] = {"combo_kernels": True, "pattern_matcher": False}
         self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
 
