@@ -302,10 +302,10 @@ def wide(arguments: argparse.Namespace) -> None:
     runners: dict[str, Callable[[list[int]], Run]] = {}
     small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     for name, method in {**methods(), **with_heads(small, arguments.times)}.items():
-        if name == "plain" or not arguments.only or name.startswith(tuple(arguments.only)):
+        if wanted(name, arguments.only):
             ready = decoder.prepare(method)
             runners[name] = lambda prompt, ready=ready: ours(decoder, ready, prompt)
-    if not arguments.only:
+    if wanted("transformers", arguments.only):
         runners["transformers generate"] = lambda prompt: theirs(model, prompt)
         runners["transformers prompt lookup"] = lambda prompt: theirs(model, prompt, prompt_lookup_num_tokens=10)
     questions = spec_bench(arguments.data, arguments.each)
@@ -327,11 +327,12 @@ def wide(arguments: argparse.Namespace) -> None:
             same[name].append(found.tokens == plain)
             drafting[name].append(found.drafting)
             verifying[name].append(found.verifying)
+        speed = {name: sum(tokens[name]) / sum(seconds[name]) for name in runners}
+        print(number, {name: round(value, 1) for name, value in speed.items()}, flush=True)
     table = Table(
         *("method", "tokens/s", "plain = 1", "transformers = 1", "tokens a step", "ms a step"),
         *("drafting", "verifying", "same text as plain"),
     )
-    speed = {name: sum(tokens[name]) / sum(seconds[name]) for name in runners}
     step = arguments.every
     base = {
         name: speed[name] if name.startswith("transformers") else sum(tokens[name][::step]) / sum(seconds[name][::step])
@@ -351,7 +352,11 @@ def wide(arguments: argparse.Namespace) -> None:
             *extra,
             f"{sum(same[name])} of {len(same[name])}",
         )
-    CONSOLE.print(f"{len(questions)} prompts; transformers on every {step}th, and compared on those", table)
+    CONSOLE.print(f"{len(questions)} prompts; transformers on one of {step}, and compared on those", table)
+
+
+def wanted(name: str, only: list[str] | None) -> bool:
+    return name == "plain" or not only or name.startswith(tuple(only))
 
 
 def warm_up(decoder: Decoder, runs: list[Callable[[list[int]], Run]], questions: list[dict[str, Any]]) -> None:
@@ -627,7 +632,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
-    parser.add_argument("--only", nargs="+", help="for wide: plain and the methods that begin so, without transformers")
+    parser.add_argument("--only", nargs="+", help="for wide: plain, and what begins so (transformers too)")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact, batch and reproduce")
     parser.add_argument("--slots", type=int, default=65536, help="of the pool, for batch")
     parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation and exits")

@@ -7,6 +7,7 @@
     python scripts/measure.py batch  --out out/batch.jsonl                 tokens/s of batches, in one process
     python scripts/measure.py batch  --out out/batch.jsonl --exact         the same, and whether logits' bits are equal
     python scripts/measure.py price  --repeats 7                           a step's cost on a CPU, in exact mode and not
+    python scripts/measure.py price  --repeats 7 --weights float32 int8    the same by kind of weights
     python scripts/measure.py heads  --plot FILE                           held-out accuracies of the shipped heads
 
 A table is printed last. On a machine without a package registry, carry the embedded model's GGUF file there, in parts
@@ -117,7 +118,6 @@ CLOCK: dict[str, Method] = {
 
 BATCH: dict[str, Method] = {"plain": PLAIN, "prompt-lookup (8 rows)": PromptLookup(rows=8)}
 BATCHES = (1, 4, 8)
-PRICED = (1, 8, 32, 128)  # rows of a step
 
 SIZED = ("jacobi", "prompt-lookup", "lookahead")  # by a cost curve measured first
 
@@ -359,22 +359,34 @@ def batch_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def price_table(name: str, threads: int, repeats: int) -> Table:
-    """Milliseconds of a step behind 128 tokens, in one process: each turn times all engines, by all numbers of rows."""
-    torch.set_num_threads(threads)
+def price_table(arguments: argparse.Namespace) -> Table:
+    """Milliseconds of a step, in one process: each turn times all engines, by all numbers of rows."""
+    torch.set_num_threads(arguments.threads)
     engines = {}
-    for exact, runtime in itertools.product((False, True), ("plain", "compiled")):
-        label = f"exact, {runtime}" if exact else runtime
-        engines[label] = engine_for(HFModel(load(name, "float32", "cpu").model), runtime, exact)
+    for weights, exact, runtime in itertools.product(arguments.weights, (False, True), ("plain", "compiled")):
+        if exact and weights != "float32":
+            continue
+        model = load(arguments.model, "float32" if weights == "int8" else weights, "cpu").model
+        if weights == "int8":
+            make_int8(model)
+        mode = "exact, " if exact else ""
+        engines[f"{weights}, {mode}{runtime}"] = engine_for(HFModel(model), runtime, exact)
     steps: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for _, (label, engine) in itertools.product(range(repeats), engines.items()):
-        curve = measure(engine, PRICED, (128,), repeats=1)
-        for rows in PRICED:
-            steps[label, rows].append(1000 * curve.step(rows, 128))
-    table = Table("ms a step", *(f"{rows} rows" for rows in PRICED))
+    for _, (label, engine) in itertools.product(range(arguments.repeats), engines.items()):
+        curve = measure(engine, arguments.rows, (arguments.context,), repeats=1)
+        for rows in arguments.rows:
+            steps[label, rows].append(1000 * curve.step(rows, arguments.context))
+    table = Table(f"ms a step, {arguments.threads} threads", *(f"{rows} rows" for rows in arguments.rows))
     for label in engines:
-        table.add_row(label, *(f"{statistics.median(steps[label, rows]):.1f}" for rows in PRICED))
+        table.add_row(label, *(f"{statistics.median(steps[label, rows]):.1f}" for rows in arguments.rows))
     return table
+
+
+def make_int8(model: Any) -> None:
+    """Weights alone, by torchao (`pip install torchao`)."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
 
 
 def named(methods: dict[str, Method], only: str) -> list[str]:
@@ -547,6 +559,11 @@ def main() -> None:
     parser.add_argument("--runtime", default="plain", help="how steps are executed")
     parser.add_argument("--exact", action="store_true", help="exact mode, for batch")
     parser.add_argument("--sized", action="store_true", help="clock: measure the cost curve and size methods by it")
+    parser.add_argument(
+        "--weights", nargs="+", choices=["float32", "bfloat16", "int8"], default=["float32"], help="for price"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128], help="of a step, for price")
+    parser.add_argument("--context", type=int, default=128, help="tokens before the step, for price")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="threads of one worker")
     arguments = parser.parse_args()
@@ -554,7 +571,7 @@ def main() -> None:
         show_heads(arguments.plot)
         return
     if arguments.what == "price":
-        Console(width=140).print(price_table(arguments.model, arguments.threads, arguments.repeats))
+        Console(width=140).print(price_table(arguments))
         return
     if arguments.out is None:
         parser.error(f"{arguments.what} needs --out")

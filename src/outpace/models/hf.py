@@ -408,10 +408,8 @@ class _Gate(nn.Module):
         self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
 
     def compile(self) -> None:
-        # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one. Patterns
-        # to be replaced are not looked for: steps take as long without (docs/log.md).
-        options: dict[str, Any] = {"combo_kernels": True, "pattern_matcher": False}
-        self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
+        # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one.
+        self.run_compiled = torch.compile(self.layer, dynamic=True, options={"combo_kernels": True})
 
     def __getattr__(self, name: str) -> Any:
         try:

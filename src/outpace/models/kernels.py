@@ -202,6 +202,111 @@ def _start_of(split, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexp
     return tl.where(split < fine, split * FINE, TURN + (split - fine) * COARSE)
 
 
+@triton.jit
+def _exact_tile(
+    query, keys, values, text, positions, tree, tree_row, sums, peaks, weights,
+    query_head, query_row, key_slot, value_slot, rows, heads, text_line, factor, first_row, unit, job, border,
+    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """One part of the text for a tile of rows: a block of the split that `border` is in, or a whole split before it.
+
+    Of a part that a row does not have, the peak is minus infinity. Parts behind the border are left to `_exact_row`.
+    """
+    SMALL: tl.constexpr = COARSE // BLOCK
+    open_split = _split_at(border, FINE, COARSE, TURN)
+    place = tl.arange(0, TILE)
+    part = tl.arange(0, PADDED)
+    row = first_row + place // GROUP
+    within = unit % UNITS * GROUP + place % GROUP
+    real = (row < rows) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
+    head = unit // UNITS * GROUPS + within
+    at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
+    own = _split_at(at, FINE, COARSE, TURN)
+    small = job < SMALL
+    split = tl.where(small, open_split, job - SMALL)
+    start = _start_of(split, FINE, COARSE, TURN) + tl.where(small, job * BLOCK, 0)
+    stop = tl.where(small, start + BLOCK, _start_of(split + 1, FINE, COARSE, TURN))
+    begin = start
+    if WINDOW > 0:
+        first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
+        begin = tl.minimum(tl.maximum(start, first // BLOCK * BLOCK), stop)
+    if stop <= border:
+        q = tl.load(
+            query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
+            mask=real[:, None] & (part < SIZE)[None, :],
+            other=0.0,
+        )
+        index = begin + tl.arange(0, BLOCK)
+        slot = tl.load(text + index, mask=index < text_line, other=0)
+        spare = tl.load(text + start)
+        each = job * rows * heads
+        _walk(
+            q, slot, spare, text, begin, stop, keys, values, key_slot, value_slot, factor,
+            row, head, real & ((own == open_split) | (job >= SMALL)), at, positions, tree, tree_row, heads,
+            sums + each * SIZE, peaks + each, weights + each,
+            False, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, False, INDEX,
+        )  # fmt: skip
+        unused = (own != open_split) & small & (_start_of(own, FINE, COARSE, TURN) + job * BLOCK > at)
+    else:
+        behind = tl.where(small, _start_of(own, FINE, COARSE, TURN) + job * BLOCK, start)
+        unused = tl.where(small, behind > at, own <= split)
+    stored = (job * rows + row) * heads + head
+    tl.store(peaks + stored, tl.full([TILE], float("-inf"), tl.float32), real & unused)
+
+
+@triton.jit
+def _exact_row(
+    query, keys, values, text, positions, tree, tree_row, sums, peaks, weights,
+    query_head, query_row, key_slot, value_slot, rows, heads, factor, row, unit, past, border,
+    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """All parts of one row behind `border`: the text's end, then down the row's own ancestors."""
+    SMALL: tl.constexpr = COARSE // BLOCK
+    place = tl.arange(0, TILE)
+    part = tl.arange(0, PADDED)
+    within = unit % UNITS * GROUP + place
+    real = (place < GROUP) & (within < GROUPS)
+    head = unit // UNITS * GROUPS + within
+    end = tl.load(positions + row).to(tl.int32)
+    own_split = _split_at(end, FINE, COARSE, TURN)
+    open_split = _split_at(border, FINE, COARSE, TURN)
+    inside = real[:, None] & (part < SIZE)[None, :]
+    q = tl.load(query + head[:, None] * query_head + row * query_row + part[None, :], mask=inside, other=0.0)
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, PADDED], tl.float32)
+    first = tl.where(own_split > open_split, _start_of(open_split, FINE, COARSE, TURN), border)
+    for block in range(first, end + 1, BLOCK):
+        position = block + tl.arange(0, BLOCK)
+        there = position <= end
+        slot = tl.load(text + position, mask=position < past, other=0)
+        slot += tl.load(tree + row * tree_row + position - past, mask=there & (position >= past), other=0)
+        seen = there[:, None] & (part < SIZE)[None, :]
+        slot = slot.to(INDEX)
+        key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=seen, other=0.0)
+        value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=seen, other=0.0)
+        sees = there[None, :]
+        if WINDOW > 0:
+            sees = sees & (end - position[None, :] < WINDOW)
+        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
+        peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
+        split = _split_at(block, FINE, COARSE, TURN)
+        start = _start_of(split, FINE, COARSE, TURN)
+        if (split == own_split) | (block + BLOCK == _start_of(split + 1, FINE, COARSE, TURN)):
+            number = tl.where(split == own_split, (block - start) // BLOCK, SMALL + split)
+            stored = (number * rows + row) * heads + head
+            tl.store(peaks + stored, peak, mask=real)
+            tl.store(weights + stored, weight, mask=real)
+            tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=inside)
+            peak = tl.full([TILE], float("-inf"), tl.float32)
+            weight = tl.zeros([TILE], tl.float32)
+            total = tl.zeros([TILE, PADDED], tl.float32)
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
 def exact_part(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks,
@@ -213,96 +318,28 @@ def exact_part(
     """What `part` does, in parts that depend on a row's position alone.
 
     A row has a part for each split before the one that it is in itself, and then one for each block of that split.
-    Where these are of the text alone, a program does one of them for a tile of rows: first the blocks (SMALL), then the
-    splits. What is left of a row, down its own ancestors, is done by a program for each row.
+    Where these are of the text alone, a program does one of them for a tile of rows: first the blocks, then the splits.
+    What is left of a row is done by a program for each row.
     """
-    SMALL: tl.constexpr = COARSE // BLOCK
     unit, job = tl.program_id(1), tl.program_id(2)
     past = tl.load(length).to(tl.int32)
     border = past // BLOCK * BLOCK  # up to here all rows see the same blocks
-    open_split = _split_at(border, FINE, COARSE, TURN)
-    place = tl.arange(0, TILE)
-    part = tl.arange(0, PADDED)
-    across = tl.arange(0, BLOCK)
     keys += unit // UNITS * key_head
     values += unit // UNITS * value_head
     weights = peaks + splits * rows * heads
-    each = rows * heads  # numbers of a part
     first_row = tl.program_id(0) * (TILE // GROUP)
     if job < splits:
-        row = first_row + place // GROUP
-        within = unit % UNITS * GROUP + place % GROUP
-        real = (row < rows) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
-        head = unit // UNITS * GROUPS + within
-        at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
-        own = _split_at(at, FINE, COARSE, TURN)
-        small = job < SMALL
-        split = tl.where(small, open_split, job - SMALL)
-        start = _start_of(split, FINE, COARSE, TURN) + tl.where(small, job * BLOCK, 0)
-        stop = tl.where(small, start + BLOCK, _start_of(split + 1, FINE, COARSE, TURN))
-        begin = start
-        if WINDOW > 0:
-            first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
-            begin = tl.minimum(tl.maximum(start, first // BLOCK * BLOCK), stop)
-        if stop <= border:
-            q = tl.load(
-                query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
-                mask=real[:, None] & (part < SIZE)[None, :],
-                other=0.0,
-            )
-            index = begin + across
-            slot = tl.load(text + index, mask=index < text_line, other=0)
-            spare = tl.load(text + start)
-            _walk(
-                q, slot, spare, text, begin, stop, keys, values, key_slot, value_slot, factor,
-                row, head, real & ((own == open_split) | (job >= SMALL)), at, positions, tree, tree_row, heads,
-                sums + job * each * SIZE, peaks + job * each, weights + job * each,
-                False, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, False, INDEX,
-            )  # fmt: skip
-            unused = (own != open_split) & small & (_start_of(own, FINE, COARSE, TURN) + job * BLOCK > at)
-        else:
-            behind = tl.where(small, _start_of(own, FINE, COARSE, TURN) + job * BLOCK, start)
-            unused = tl.where(small, behind > at, own <= split)
-        tl.store(peaks + job * each + row * heads + head, tl.full([TILE], float("-inf"), tl.float32), real & unused)
-    else:
-        lone = first_row + job - splits
-        if lone < rows:
-            within = unit % UNITS * GROUP + place
-            real = (place < GROUP) & (within < GROUPS)
-            head = unit // UNITS * GROUPS + within
-            end = tl.load(positions + lone).to(tl.int32)
-            own_split = _split_at(end, FINE, COARSE, TURN)
-            inside = real[:, None] & (part < SIZE)[None, :]
-            q = tl.load(query + head[:, None] * query_head + lone * query_row + part[None, :], mask=inside, other=0.0)
-            peak = tl.full([TILE], float("-inf"), tl.float32)
-            weight = tl.zeros([TILE], tl.float32)
-            total = tl.zeros([TILE, PADDED], tl.float32)
-            first = tl.where(own_split > open_split, _start_of(open_split, FINE, COARSE, TURN), border)
-            for block in range(first, end + 1, BLOCK):
-                position = block + across
-                there = position <= end
-                slot = tl.load(text + position, mask=position < past, other=0)
-                slot += tl.load(tree + lone * tree_row + position - past, mask=there & (position >= past), other=0)
-                seen = there[:, None] & (part < SIZE)[None, :]
-                slot = slot.to(INDEX)
-                key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=seen, other=0.0)
-                value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=seen, other=0.0)
-                sees = there[None, :]
-                if WINDOW > 0:
-                    sees = sees & (end - position[None, :] < WINDOW)
-                scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
-                peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
-                split = _split_at(block, FINE, COARSE, TURN)
-                start = _start_of(split, FINE, COARSE, TURN)
-                if (split == own_split) | (block + BLOCK == _start_of(split + 1, FINE, COARSE, TURN)):
-                    number = tl.where(split == own_split, (block - start) // BLOCK, SMALL + split)
-                    stored = (number * rows + lone) * heads + head
-                    tl.store(peaks + stored, peak, mask=real)
-                    tl.store(weights + stored, weight, mask=real)
-                    tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=inside)
-                    peak = tl.full([TILE], float("-inf"), tl.float32)
-                    weight = tl.zeros([TILE], tl.float32)
-                    total = tl.zeros([TILE, PADDED], tl.float32)
+        _exact_tile(
+            query, keys, values, text, positions, tree, tree_row, sums, peaks, weights, query_head, query_row,
+            key_slot, value_slot, rows, heads, text_line, factor, first_row, unit, job, border,
+            TILE, SIZE, PADDED, GROUPS, GROUP, UNITS, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN,
+        )  # fmt: skip
+    elif first_row + job - splits < rows:
+        _exact_row(
+            query, keys, values, text, positions, tree, tree_row, sums, peaks, weights, query_head, query_row,
+            key_slot, value_slot, rows, heads, factor, first_row + job - splits, unit, past, border,
+            TILE, SIZE, PADDED, GROUPS, GROUP, UNITS, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
