@@ -230,12 +230,13 @@ def test_processors_cannot_be_written() -> None:
 
 
 def test_settings_are_plain_values() -> None:
-    class Ready(NamedTuple):
+    class Loaded(NamedTuple):
         heads: torch.nn.Module
+        name: str
 
-    method = replace(Medusa(tree=((0,), (0, 0))), heads=Ready(torch.nn.Linear(2, 2)))
+    method = replace(Medusa(tree=((0,), (0, 0))), heads=Loaded(torch.nn.Linear(2, 2), "mine/medusa"))
     found = settings_of(method)
-    assert found["heads"] == "Ready"
+    assert found["heads"] == "mine/medusa"
     assert found["tree"] == [[0], [0, 0]]
     assert json.loads(json.dumps(found)) == found
     assert settings_of(DraftModel(model=Bigram(torch.eye(3))))["model"] == "bigram"

@@ -133,7 +133,7 @@ def fingerprint_of(model: Model) -> dict[str, Any]:
 
 
 def settings_of(method: Method) -> dict[str, Any]:
-    """A method's settings by name, as plain values: a model among them by its name, loaded heads by their type."""
+    """A method's settings by name, as plain values: a model and loaded heads by their names."""
     return {item.name: _plain(getattr(method, item.name)) for item in dataclasses.fields(method)}
 
 

@@ -16,14 +16,14 @@ from ..draft import MODEL, Draft, Scores, Verdict, chain
 from ..errors import InputError, InvalidLogits, ModelError, OutpaceWarning, UnsupportedModel
 from ..heads import ExitHeads
 from ..heads.exits import BINS, ORIGINAL, check_layers, original_exits, read_layers, spread
-from ..heads.storing import Stored, is_for, load
+from ..heads.storing import Stored, load
 from ..models.adapter import Ends, Model, Output
 from ..models.best import find_best
 from ..picking import Picker
 from ..pool import Pool, Sequence
 from ..runtime.plain import Asking, Engine, Question, alone
 from .base import Drafter, Method
-from .headed import SHIPPED, Ready
+from .headed import Ready, shipped
 from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
 from .staircase import Staircase
 
@@ -85,16 +85,14 @@ class AdaDecode(Method):
         if self.heads == ORIGINAL:
             layers = self.exits or spread(3, model.layers)
             check_layers(layers, model.layers)
-            return Ready(original_exits(layers, model.width), Stored({}))
-        kinds = {ExitHeads.kind: ExitHeads}
+            return Ready(original_exits(layers, model.width), Stored({}), ORIGINAL)
         if self.heads is not None:
             folder = Path(self.heads).expanduser()
             if not folder.is_dir():
                 raise ModelError(f"{self.name}: {folder} is no folder of exits. Make one with `outpace train exits`.")
-            return Ready(*load(folder, model, kinds))
-        for folder in sorted(SHIPPED.glob(f"*/{ExitHeads.kind}")):
-            if is_for(folder, model):
-                return Ready(*load(folder, model, kinds))
+            return Ready(*load(folder, model, {ExitHeads.kind: ExitHeads}), str(folder))
+        if (own := shipped(ExitHeads.kind, model)) is not None:
+            return own
         raise ModelError(
             f"{self.name}: there are no trained exits for {model.name}. Train some with `outpace train exits --model "
             "MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER/exits. Or use the model's own "
@@ -108,7 +106,7 @@ class AdaDecode(Method):
         """The exits to ask, and what decides when guesses leave there; None where they should not at all."""
         if self.control == "fixed":
             return self.exits, Fixed(len(self.exits), self.gamma, self.pending)
-        heads, about = self.heads
+        heads, about, _ = self.heads
         costs = costs_of(engine, self.exits, heads.settings.frequent)
         counts = _counts(heads, about, self.exits)
         if not about.calibration:

@@ -14,7 +14,7 @@ import torch
 
 from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
 from ..errors import InputError, ModelError
-from ..heads import KINDS, Heads
+from ..heads import KINDS, TRAINABLE, Heads
 from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
 from ..models.adapter import FixedRows, Model
@@ -37,6 +37,15 @@ class Ready(NamedTuple):
 
     heads: Heads
     about: Stored
+    name: str = "given"  # where they come from
+
+
+def shipped(kind: str, model: Model) -> Ready | None:
+    """The heads of this kind that come with Outpace for the model."""
+    for folder in sorted(SHIPPED.glob(f"*/{kind}")):
+        if is_for(folder, model):
+            return Ready(*load(folder, model, TRAINABLE), f"{folder.parent.name}/{kind}")
+    return None
 
 
 @dataclass(frozen=True)
@@ -102,17 +111,16 @@ class Headed(Method):
             if not folder.is_dir():
                 raise ModelError(f"{self.name}: {folder} is no folder of heads. Make one with `outpace train`.")
             if is_reference(folder):
-                found = Ready(load_reference(folder, model), Stored({}))
+                found = Ready(load_reference(folder, model), Stored({}), str(folder))
             else:
-                found = Ready(*load(folder, model, KINDS))
+                found = Ready(*load(folder, model, KINDS), str(folder))
             if found.heads.kind != self.kind:
                 raise ModelError(
                     f"{folder} holds {found.heads.kind} heads, not {self.kind}. Use the method {found.heads.kind}."
                 )
             return found
-        for folder in sorted(SHIPPED.glob(f"*/{self.kind}")):
-            if is_for(folder, model):
-                return Ready(*load(folder, model, KINDS))
+        if (own := shipped(self.kind, model)) is not None:
+            return own
         raise ModelError(
             f"{self.name}: there are no trained heads for {model.name}. Train some with `outpace train {self.kind} "
             "--model MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER."
@@ -130,7 +138,7 @@ class _Drafter(Drafter):
     def __init__(self, method: Headed, engine: Engine, sequence: Text, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)
         self.method = method
-        self.heads, about = method.heads
+        self.heads, about, _ = method.heads
         self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
         self.follower = self.heads.follow(*self.shared)
         self.begun = False  # the follower reads the first rows

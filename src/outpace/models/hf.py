@@ -408,8 +408,10 @@ class _Gate(nn.Module):
         self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
 
     def compile(self) -> None:
-        # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one.
-        self.run_compiled = torch.compile(self.layer, dynamic=True, options={"combo_kernels": True})
+        # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one. Those
+        # that add up are not chosen by timing several, so that bits are the same in every process.
+        options: dict[str, Any] = {"combo_kernels": True, "deterministic": True}
+        self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
 
     def __getattr__(self, name: str) -> Any:
         try:
