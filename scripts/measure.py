@@ -119,7 +119,14 @@ CLOCK: dict[str, Method] = {
 BATCH: dict[str, Method] = {"plain": PLAIN, "prompt-lookup (8 rows)": PromptLookup(rows=8)}
 BATCHES = (1, 4, 8)
 
-SIZED = ("jacobi", "prompt-lookup", "lookahead", *HEADS, "adadecode", "self-speculative")  # by a cost curve measured first
+SIZED = (
+    "jacobi",
+    "prompt-lookup",
+    "lookahead",
+    *HEADS,
+    "adadecode",
+    "self-speculative",
+)  # by a cost curve measured first
 
 _decoder: Decoder
 _model: Any

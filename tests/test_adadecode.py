@@ -81,6 +81,7 @@ def test_random_exits_change_nothing(name: str) -> None:
         AdaDecode("original", exits="1, 3", control="fixed", gamma=0.2),
         SelfSpeculative(exit=3, length=3),
         SelfSpeculative(),
+        SelfSpeculative(length=0),
     ]
     early = 0
     for sampling in [Sampling(), *(Sampling(temperature=0.8, top_p=0.95, seed=seed) for seed in range(5))]:
@@ -402,6 +403,23 @@ def test_where_exits_would_not_pay_the_text_is_written_plainly(kept: Path) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert write(decoder, AdaDecode(str(kept), control="fixed"), [1, 2, 3], Sampling()).token_ids == found.token_ids
+
+
+def test_what_was_measured_is_believed_more_than_what_was_predicted(tmp_path: Path) -> None:
+    model = tiny("Llama")
+    always = [[[100, 100]] * BINS] * 3
+    save(random_exits(model), Stored(fingerprint(HFModel(model)), calibration=always), tmp_path)
+    decoder = Decoder(model)
+    decoder.engine.costs = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),), {"0-1": 0.4, "2-3": 0.5}, asking=0.01)
+    method = AdaDecode(str(tmp_path))
+    prompt = [1, 2, 3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drafts = [step.draft for step in decoder.stream(prompt, method=method, max_new_tokens=9)]
+    assert any(len(draft) > 1 for draft in drafts)
+    decoder.engine.costs = replace(decoder.engine.costs, paces={"adadecode": 0.9})
+    with pytest.warns(OutpaceWarning, match=r"measured to make .* 0\.90 times as fast here"):
+        assert write(decoder, method, prompt, Sampling()).tokens_per_step == 1
 
 
 # Files and bad input.

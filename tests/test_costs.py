@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup
+from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup, SelfSpeculative
 from outpace.bench.calibration import calibrate
 from outpace.chart import save_accuracies, save_costs
 from outpace.draft import Tree
@@ -56,6 +56,11 @@ def test_a_draft_is_worth_its_price(text: list[int], rows: int) -> None:
 def test_methods_are_sized_by_the_curve() -> None:
     assert make("jacobi", costs=STEEP) == Jacobi(window=0)
     assert make("jacobi", costs=FLAT) == Jacobi(window=16)
+    assert make("self-speculative", costs=STEEP) == SelfSpeculative(length=0)
+    assert make("self-speculative", costs=FLAT) == SelfSpeculative(length=5)
+    assert make("self-speculative", costs=replace(FLAT, drafting={"self-speculative": 2.5})) == SelfSpeculative(
+        length=0
+    )
     assert make("lookahead", costs=STEEP) == Lookahead(window=1, ngram=2, guesses=16)
     assert make("lookahead", costs=FLAT) == Lookahead(window=15, ngram=5, guesses=15)
     assert make("lookahead", costs=STEEP, window=5).window == 5  # what is given stays
@@ -96,7 +101,8 @@ def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch)
     shares: list[float] = []
     curve = calibrate(decoder, shares.append)
     assert decoder.engine.costs == curve
-    assert set(curve.drafting) == {"jacobi", "prompt-lookup", "lookahead"}
+    assert set(curve.drafting) == set(curve.paces) == {"jacobi", "prompt-lookup", "lookahead", "self-speculative"}
+    assert all(pace > 0 for pace in curve.paces.values())
     assert shares == sorted(shares)
     assert shares[-1] == 1
     assert decoder.prepare("lookahead") == Lookahead(window=15, ngram=5, guesses=15)

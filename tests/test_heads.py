@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from outpace import Amphista, Autoregressive, Decoder, InputError, ModelError, Sampling
+from outpace import Amphista, Autoregressive, CostCurve, Decoder, InputError, ModelError, OutpaceWarning, Sampling
 from outpace.draft import Draft, chain
 from outpace.heads import KINDS, AmphistaSettings, Heads, MedusaSettings
 from outpace.heads.blocks import BlockShape
@@ -178,6 +179,50 @@ def test_a_grown_tree_is_the_planted_one(accuracies: list[list[float]], rows: in
 
     assert len(grown) == len(planted)
     assert worth(grown) == pytest.approx(worth(planted))
+
+
+@given(ACCURACIES, st.integers(1, 12), st.sampled_from([0.0, 0.01, 0.1, 0.3]))
+def test_no_path_is_followed_in_vain(accuracies: list[list[float]], rows: int, slope: float) -> None:
+    """What is not followed would not have been taken: the tree is that of all paths."""
+
+    def price(count: int) -> float:
+        return 1 + slope * (count - 1)
+
+    def expect(depth: int, paths: Any) -> Foreseen:
+        followed.append(len(paths))
+        return fixed(accuracies)(depth, paths)
+
+    followed: list[int] = []
+    least = math.log(slope) if slope else -math.inf
+    found = grow(99, expect, len(accuracies), rows, 100, price, least)
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for depth, head in enumerate(accuracies):
+        for path in [path for path in chances if len(path) == depth]:
+            for rank, chance in enumerate(sorted(head, reverse=True)):
+                chances[(*path, 10 * depth + rank)] = chances[path] * chance
+    likeliest_first = sorted(chances.values(), reverse=True)[1:rows]
+    count = worthwhile(likeliest_first, price)
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(found.tokens[1:], found.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    assert [chances[path] for path in paths[1:]] == pytest.approx(likeliest_first[: count - 1])
+    assert all(paths <= max(1, rows - depth) for depth, paths in enumerate(followed))
+
+
+@pytest.mark.parametrize("tree", ["confidence", "measured"])
+def test_heads_that_make_it_slower_are_not_asked(tree: str, kept: Path) -> None:
+    decoder = Decoder(tiny("Llama"))
+    prompt = [5, 9, 7, 3, 8, 2] * 3
+    plain = decoder.generate(prompt, max_new_tokens=12, method="autoregressive").token_ids
+    decoder.engine.costs = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),), paces={"amphista": 0.9, "medusa": 1.1})
+    method = decoder.prepare(Amphista(heads=kept, tree=tree))
+    with pytest.warns(OutpaceWarning, match=r"0\.90 times as fast as plain decoding .* priced=False"):
+        steps = list(decoder.stream(prompt, method=method, max_new_tokens=12))
+    assert {source for step in steps for source in step.draft.sources[1:]} == {"lookup"}
+    assert [token for step in steps for token in step.tokens] == plain
+    method = decoder.prepare(Amphista(heads=kept, tree=tree, priced=False))
+    steps = list(decoder.stream(prompt, method=method, max_new_tokens=12))
+    assert "head 1" in {source for step in steps for source in step.draft.sources}
 
 
 @pytest.mark.parametrize("tree", ["confidence", "measured"])

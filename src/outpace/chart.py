@@ -56,7 +56,8 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
         console.print(table_of(["rows", "ms a step", "one row = 1", f"{context} tokens of context"], rows))
     console.print("layers (one row): " + ", ".join(f"{name} {_ms(cost)}" for name, cost in curve.segments.items()))
     console.print("drafting a step: " + ", ".join(f"{name} {_ms(cost)}" for name, cost in curve.drafting.items()))
-    for name in ("jacobi", "lookahead"):
+    console.print("speed, plain = 1: " + ", ".join(f"{name} {pace:.2f}" for name, pace in curve.paces.items()))
+    for name in ("jacobi", "lookahead", "self-speculative"):
         chosen = decoder.prepare(name)
         console.print(f"{name}: " + " ".join(f"{key}={getattr(chosen, key)}" for key in chosen.sizes[0].settings))
     console.print("prompt-lookup: as many rows as pay, step by step")

@@ -1,38 +1,67 @@
-"""A whole calibration: the engine's cost curve, and what each method's own work costs."""
+"""A whole calibration: the engine's cost curve, what each method's own work costs, and how fast each is by it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import median
+from typing import NamedTuple
 
 from ..decoder import Decoder
+from ..draft import Step
 from ..errors import OutpaceError
-from ..methods import METHODS, AdaDecode, Autoregressive, Method, SelfSpeculative, make
+from ..methods import METHODS, Autoregressive, Method, SelfSpeculative
 from ..runtime.calibrate import measure
 from ..runtime.costs import CostCurve
 from .prompts import PROMPTS
 
-STEPS = 12
-OF_THE_MODEL = (Autoregressive, AdaDecode, SelfSpeculative)  # they draft with the model's layers, if at all
+TOKENS = 24  # that every method writes after the first prompt of each task
+STEPS = 12  # to see what a guess of the first layers costs
+
+
+class Tried(NamedTuple):
+    """What a method took on some prompts, reading them left out."""
+
+    own: float  # seconds a step, drafting and learning
+    pace: float  # tokens a second
 
 
 def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> CostCurve:
     """Measure, and let the decoder's methods go by it from now on. `done` is told which share is finished."""
     engine = decoder.engine
-    curve = measure(engine, done=lambda share: done(0.8 * share))
-    engine.costs = None  # so that every method drafts in full
-    prompt = decoder.encode(next(iter(PROMPTS.values()))[0]) if decoder.tokenizer else [1, 2, 3, 1, 2]
-    drafting = {}
-    for index, name in enumerate(METHODS):
-        method = _ready(decoder, name)
+    engine.costs = curve = measure(engine, done=lambda share: done(0.5 * share))
+    prompts = [[1, 2, 3, 1, 2]]
+    if decoder.tokenizer:
+        prompts = [decoder.encode(of_task[0]) for of_task in PROMPTS.values()]
+    engine.costs = curve = replace(curve, asking=_asking(decoder, prompts[0], curve))
+    tried: dict[str, Tried] = {}
+    plain = _try(decoder, Autoregressive(), prompts).pace
+    for index, (name, kind) in enumerate(METHODS.items()):
+        method = _ready(decoder, name) if kind.lossless and kind is not Autoregressive else None
         if method is not None:
-            steps = islice(decoder.stream(prompt, method=method, max_new_tokens=8 * STEPS), STEPS)
-            drafting[name] = median(step.seconds["draft"] + step.seconds["learn"] for step in steps)
-        done(0.8 + 0.2 * (index + 1) / len(METHODS))
-    engine.costs = replace(curve, drafting=drafting, asking=_asking(decoder, prompt, curve))
+            tried[name] = _try(decoder, method, prompts)
+        done(0.5 + 0.45 * (index + 1) / len(METHODS))
+    plain = (plain + _try(decoder, Autoregressive(), prompts).pace) / 2
+    engine.costs = replace(
+        curve,
+        drafting={name: found.own for name, found in tried.items()},
+        paces={name: found.pace / plain for name, found in tried.items() if plain},
+    )
+    done(1.0)
     return engine.costs
+
+
+def _try(decoder: Decoder, method: Method, prompts: Sequence[Sequence[int]]) -> Tried:
+    list(decoder.stream(prompts[0], method=method, max_new_tokens=TOKENS))  # compiles and captures
+    steps: list[Step] = []
+    for prompt in prompts:
+        steps += islice(decoder.stream(prompt, method=method, max_new_tokens=TOKENS), 1, None)
+    if not steps:  # all texts ended at once
+        return Tried(0.0, 0.0)
+    own = median(step.seconds["draft"] + step.seconds["learn"] for step in steps)
+    seconds = sum(sum(step.seconds.values()) for step in steps)
+    return Tried(own, sum(len(step.tokens) for step in steps) / seconds)
 
 
 def _asking(decoder: Decoder, prompt: list[int], curve: CostCurve) -> float:
@@ -50,9 +79,8 @@ def _asking(decoder: Decoder, prompt: list[int], curve: CostCurve) -> float:
 
 
 def _ready(decoder: Decoder, name: str) -> Method | None:
-    """The method, if it has work of its own to measure, and works with this model and no files beside it."""
+    """The method as it is by name, sized by the curve; None where it does not work with this model alone."""
     try:
-        method = decoder.prepare(make(name))
+        return decoder.prepare(name)
     except OutpaceError:
         return None
-    return None if isinstance(method, OF_THE_MODEL) else method

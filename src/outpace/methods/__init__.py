@@ -63,7 +63,8 @@ def make(name: str, *, cpu: bool = False, costs: CostCurve | None = None, **sett
         raise UnknownNameError("method", name, METHODS)
     method = METHODS[name]
     if costs is not None:
-        sizes = sorted(method.sizes, key=lambda size: size.tokens / costs.price(size.rows))
+        price = costs.price_with(name)
+        sizes = sorted(method.sizes, key=lambda size: size.tokens / (price(size.rows) if size.rows > 1 else 1.0))
         suited = sizes[-1].settings if sizes else {}
     else:
         suited = (ON_CPU if cpu else ON_GPU).get(name, {})

@@ -22,7 +22,7 @@ from ..models.best import find_best
 from ..picking import Picker
 from ..pool import Pool, Sequence
 from ..runtime.plain import Asking, Engine, Question, alone
-from .base import Drafter, Method
+from .base import Drafter, Method, Size
 from .headed import Ready, shipped
 from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
 from .staircase import Staircase
@@ -111,10 +111,14 @@ class AdaDecode(Method):
         counts = _counts(heads, about, self.exits)
         if not about.calibration:
             return self.exits, Calibrated(counts, costs)
-        chosen, speed = choose(counts, costs)
-        if speed < WORTHWHILE:
+        chosen, predicted = choose(counts, costs)
+        measured = engine.costs.paces.get(self.name, predicted) if engine.costs else predicted
+        if min(predicted, measured) < WORTHWHILE:
+            speed = f"predicted to make {engine.model.name} {predicted:.2f}"
+            if measured < predicted:
+                speed = f"measured to make {engine.model.name} {measured:.2f}"
             warnings.warn(
-                f"{self.name}: these exits are predicted to make {engine.model.name} {speed:.2f} times as fast here, "
+                f"{self.name}: these exits are {speed} times as fast here, "
                 "so the text is written plainly. Train better exits, or measure costs with `outpace calibrate`; "
                 "control='fixed' uses them all the same.",
                 OutpaceWarning,
@@ -145,17 +149,18 @@ class SelfSpeculative(Method):
     """The model's own first layers and its output head write ahead, as a draft model would. Nothing is trained.
 
     exit: they are so many layers; 0: half of them.
-    length: how many tokens they write ahead.
+    length: how many tokens they write ahead; 0 is plain decoding.
     """
 
     name = "self-speculative"
     about = "the model's own first layers write ahead"
+    sizes = (Size({"length": 5}, rows=6, tokens=1.09), Size({"length": 0}, rows=1, tokens=1.0))
 
     exit: int = 0
     length: int = 5
 
     def __post_init__(self) -> None:
-        self.check(exit=(0, 4096), length=(1, 64))
+        self.check(exit=(0, 4096), length=(0, 64))
 
     @property
     def branches(self) -> bool:
@@ -170,7 +175,8 @@ class SelfSpeculative(Method):
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         exits = (self.exit,)
         heads = original_exits(exits, engine.model.width)
-        return _Drafter(heads, exits, Fixed(1, 0.0, self.length), engine, sequence, picker)
+        control = Fixed(1, 0.0, self.length) if self.length else None
+        return _Drafter(heads, exits, control, engine, sequence, picker)
 
 
 class Asked(NamedTuple):

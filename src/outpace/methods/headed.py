@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
-from ..errors import InputError, ModelError
+from ..errors import InputError, ModelError, OutpaceWarning
 from ..heads import KINDS, TRAINABLE, Heads
 from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
@@ -63,6 +65,7 @@ class Headed(Method):
     beam: how many paths are followed from one depth to the next.
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
     priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
+        Where that found the method slower than plain decoding, heads are not asked, unless the tree is your own.
     """
 
     kind: ClassVar[str]
@@ -142,9 +145,23 @@ class _Drafter(Drafter):
         self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
         self.follower = self.heads.follow(*self.shared)
         self.begun = False  # the follower reads the first rows
-        self.price = engine.costs.price_with(method.name) if engine.costs and method.priced else None
+        costs = engine.costs if method.priced else None
+        grown = isinstance(method.tree, str)
+        pace = costs.paces.get(method.name, 1.0) if costs and grown else 1.0
+        self.idle = pace < 1.0  # then heads do not guess
+        if self.idle:
+            warnings.warn(
+                f"{method.name}: with these heads {engine.model.name} was measured to be {pace:.2f} times as fast as "
+                "plain decoding here, so they are not asked, and the text is only looked through for repetitions. "
+                "priced=False uses them all the same.",
+                OutpaceWarning,
+                stacklevel=2,
+            )
+        self.price = costs.price_with("" if self.idle else method.name) if costs else None
+        self.slope = costs.least_slope(method.rows) if costs else 0.0
         self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
-        self.lookup = int(method.lookup * (method.rows - 1)) if isinstance(method.tree, str) else 0
+        share = 1.0 if self.idle else method.lookup
+        self.lookup = int(share * (method.rows - 1)) if grown else 0
         self.history = History(LONGEST)
         if self.lookup:
             self.history.extend(sequence.tokens)
@@ -160,13 +177,15 @@ class _Drafter(Drafter):
         self.named = picker.candidates(self.top)  # so many guesses of each head are brought from the device
 
     def score(self, draft: Draft) -> Asking[Scores]:
-        return self.engine.scoring(self.sequence, draft, self._see if self.heads.reads_text else None)
+        see = self._see if self.heads.reads_text and not self.idle else None
+        return self.engine.scoring(self.sequence, draft, see)
 
     def _see(self, hidden: torch.Tensor) -> None:
         self.new.append(hidden.clone())
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
-        self.new.append(scores.hidden[list(verdict.rows)])
+        if not self.idle:
+            self.new.append(scores.hidden[list(verdict.rows)])
         if self.lookup:
             self.history.extend(verdict.tokens)
 
@@ -185,8 +204,11 @@ class _Drafter(Drafter):
         root = self.sequence.tokens[-1]
         rows, price = self.method.rows - taken, self.price
         if self.tree is None:
-            shifted = (lambda count: price(count + taken)) if price else None
-            return grow(root, expect, depth, rows, self.method.beam, shifted)
+            if price is None:
+                return grow(root, expect, depth, rows, self.method.beam)
+            # Rows that bring less than the flattest part of the curve costs are too dear anywhere on it.
+            least = math.log(self.slope / price(1 + taken)) if self.slope > 0 else -math.inf
+            return grow(root, expect, depth, rows, self.method.beam, lambda count: price(count + taken), least)
         tree = self.tree[: rows - 1] if self.method.tree == "measured" else self.tree
         return plant(root, expect, [path for path in tree if len(path) <= depth])
 
@@ -222,27 +244,44 @@ class _Drafter(Drafter):
 
 
 def grow(
-    root: int, expect: Expect, depth: int, rows: int, beam: int, price: Callable[[int], float] | None = None
+    root: int,
+    expect: Expect,
+    depth: int,
+    rows: int,
+    beam: int,
+    price: Callable[[int], float] | None = None,
+    least: float = -math.inf,
 ) -> Draft:
     """The likeliest guesses under the root, `rows` rows with the root at most; with `price`, as many as pay.
 
-    From each depth the `beam` likeliest paths go on to the next.
+    From each depth the `beam` likeliest paths go on to the next, and of them only those that may lead to a guess that
+    is taken: as no guess is likelier than its parent, none whose chance has a logarithm below `least`, or is lower than
+    that of as many others as there may be.
     """
-    worth, paths = np.zeros(1), np.zeros((1, 0), dtype=np.int64)  # of the paths that are followed
-    first, count = 0, 1  # the node that the first of them ends in, and how many nodes there are
+    most = rows - 1
+    worth, paths, nodes = np.zeros(1), np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    count = 1  # nodes; `nodes` has those that the followed paths end in
     levels: list[tuple[Any, Numbers, Numbers, Numbers]] = []  # worth, parent, token and depth of new nodes
-    for place in range(depth):
+    for place in range(min(depth, most)):
+        if not len(paths):
+            break
         found = expect(place, paths)
         worths = worth[:, None] + found.chances
-        best = np.argsort(-worths, axis=None, kind="stable")[:beam]
+        best = np.argsort(-worths, axis=None, kind="stable")[: min(beam, most - place)]
         path, rank = np.divmod(best, worths.shape[1])
         token = found.tokens[path if len(found.tokens) > 1 else 0, rank]
         worth, paths = worths[path, rank], np.concatenate([paths[path], token[:, None]], 1)
-        levels.append((worth, first + path, token, np.full(len(best), place + 1)))
-        first, count = count, count + len(best)
+        levels.append((worth, nodes[path], token, np.full(len(best), place + 1)))
+        nodes = np.arange(count, count + len(best))
+        count += len(best)
+        known = np.concatenate([level[0] for level in levels])
+        limit = max(least, np.partition(known, -most)[-most]) if len(known) >= most else least
+        worth, paths, nodes = worth[worth >= limit], paths[worth >= limit], nodes[worth >= limit]
+    if not levels:
+        return chain(root, (), "")
     worths, parents, tokens, depths = map(np.concatenate, zip(*levels, strict=True))
     # A guess is never likelier than its parent, which comes first in the list: no child is taken without its parent.
-    order = np.argsort(-worths, kind="stable")[: rows - 1]
+    order = np.argsort(-worths, kind="stable")[:most]
     if price:
         order = order[: worthwhile(np.exp(worths[order]).tolist(), price) - 1]
     row = np.zeros(count, dtype=np.int64)  # of each node

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 
-VERSION = 5  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 6  # raised whenever a runtime computes steps by other code: older curves are not believed
 
 
 class Parts(NamedTuple):
@@ -39,6 +39,7 @@ class CostCurve:
     segments: dict[str, float] = field(default_factory=dict)  # layers "0-15" alone: seconds for one row
     drafting: dict[str, float] = field(default_factory=dict)  # method -> seconds of its own a step
     asking: float = 0.0  # seconds to ask an exit, beyond the layers below it; 0: not measured
+    paces: dict[str, float] = field(default_factory=dict)  # method -> speed on some prompts, plain being 1
 
     def step(self, rows: int, context: int = 0) -> float:
         """Seconds of a step, between and beyond the measured points along straight lines."""
@@ -57,6 +58,10 @@ class CostCurve:
         """`price` and the method's own work, where it was measured."""
         own = self.drafting.get(method, 0.0) / self.step(1)
         return lambda rows: self.price(rows) + own
+
+    def least_slope(self, rows: int) -> float:
+        """What a further row costs at least, up to so many rows, in steps of one row."""
+        return min((self.price(count + 1) - self.price(count) for count in range(1, rows)), default=0.0)
 
     @cached_property
     def parts(self) -> Parts | None:
@@ -98,6 +103,7 @@ def load(folder: Path, about: dict[str, str]) -> CostCurve | None:
             stored["segments"],
             stored["drafting"],
             stored["asking"],
+            stored["paces"],
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
