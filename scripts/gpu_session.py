@@ -255,7 +255,7 @@ def with_heads(small: Any, times: int) -> dict[str, Method]:
 
 
 def widen_ready(ready: Ready, times: int) -> Ready:
-    return Ready(widen_heads(ready.heads, times), ready.about, ready.name)
+    return ready._replace(heads=widen_heads(ready.heads, times))
 
 
 def with_exits(name: str, ready: Ready, layers: tuple[int, ...]) -> dict[str, Method]:

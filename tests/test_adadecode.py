@@ -411,7 +411,8 @@ def test_what_was_measured_is_believed_more_than_what_was_predicted(tmp_path: Pa
     save(random_exits(model), Stored(fingerprint(HFModel(model)), calibration=always), tmp_path)
     decoder = Decoder(model)
     decoder.engine.costs = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),), {"0-1": 0.4, "2-3": 0.5}, asking=0.01)
-    method = AdaDecode(str(tmp_path))
+    ready: Any = decoder.prepare(AdaDecode(str(tmp_path)))
+    method = replace(ready, heads=ready.heads._replace(shipped=True))
     prompt = [1, 2, 3]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -420,6 +421,8 @@ def test_what_was_measured_is_believed_more_than_what_was_predicted(tmp_path: Pa
     decoder.engine.costs = replace(decoder.engine.costs, paces={"adadecode": 0.9})
     with pytest.warns(OutpaceWarning, match=r"measured to make .* 0\.90 times as fast here"):
         assert write(decoder, method, prompt, Sampling()).tokens_per_step == 1
+    drafts = [step.draft for step in decoder.stream(prompt, method=ready, max_new_tokens=9)]  # these were not measured
+    assert any(len(draft) > 1 for draft in drafts)
 
 
 # Files and bad input.

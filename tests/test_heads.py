@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,14 +216,15 @@ def test_heads_that_make_it_slower_are_not_asked(tree: str, kept: Path) -> None:
     prompt = [5, 9, 7, 3, 8, 2] * 3
     plain = decoder.generate(prompt, max_new_tokens=12, method="autoregressive").token_ids
     decoder.engine.costs = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),), paces={"amphista": 0.9, "medusa": 1.1})
-    method = decoder.prepare(Amphista(heads=kept, tree=tree))
+    ready: Any = decoder.prepare(Amphista(heads=kept, tree=tree))
+    method = replace(ready, heads=ready.heads._replace(shipped=True))
     with pytest.warns(OutpaceWarning, match=r"0\.90 times as fast as plain decoding .* priced=False"):
         steps = list(decoder.stream(prompt, method=method, max_new_tokens=12))
     assert {source for step in steps for source in step.draft.sources[1:]} == {"lookup"}
     assert [token for step in steps for token in step.tokens] == plain
-    method = decoder.prepare(Amphista(heads=kept, tree=tree, priced=False))
-    steps = list(decoder.stream(prompt, method=method, max_new_tokens=12))
-    assert "head 1" in {source for step in steps for source in step.draft.sources}
+    for used in (ready, replace(method, priced=False)):  # heads that were not measured, and those asked for
+        steps = list(decoder.stream(prompt, method=used, max_new_tokens=12))
+        assert "head 1" in {source for step in steps for source in step.draft.sources}
 
 
 @pytest.mark.parametrize("tree", ["confidence", "measured"])

@@ -33,7 +33,8 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
     engine.costs = curve = measure(engine, done=lambda share: done(0.5 * share))
     prompts = [[1, 2, 3, 1, 2]]
     if decoder.tokenizer:
-        prompts = [decoder.encode(of_task[0]) for of_task in PROMPTS.values()]
+        longest = max(1, engine.model.context - TOKENS)
+        prompts = [decoder.encode(of_task[0])[-longest:] for of_task in PROMPTS.values()]
     engine.costs = curve = replace(curve, asking=_asking(decoder, prompts[0], curve))
     tried: dict[str, Tried] = {}
     plain = _try(decoder, Autoregressive(), prompts).pace

@@ -106,13 +106,15 @@ class AdaDecode(Method):
         """The exits to ask, and what decides when guesses leave there; None where they should not at all."""
         if self.control == "fixed":
             return self.exits, Fixed(len(self.exits), self.gamma, self.pending)
-        heads, about, _ = self.heads
+        heads, about = self.heads[:2]
         costs = costs_of(engine, self.exits, heads.settings.frequent)
         counts = _counts(heads, about, self.exits)
         if not about.calibration:
             return self.exits, Calibrated(counts, costs)
         chosen, predicted = choose(counts, costs)
-        measured = engine.costs.paces.get(self.name, predicted) if engine.costs else predicted
+        measured = predicted
+        if engine.costs and self.heads.shipped and self.exits == heads.layers:
+            measured = engine.costs.paces.get(self.name, predicted)
         if min(predicted, measured) < WORTHWHILE:
             speed = f"predicted to make {engine.model.name} {predicted:.2f}"
             if measured < predicted:

@@ -40,13 +40,14 @@ class Ready(NamedTuple):
     heads: Heads
     about: Stored
     name: str = "given"  # where they come from
+    shipped: bool = False  # they come with Outpace: what calibration measured is about them
 
 
 def shipped(kind: str, model: Model) -> Ready | None:
     """The heads of this kind that come with Outpace for the model."""
     for folder in sorted(SHIPPED.glob(f"*/{kind}")):
         if is_for(folder, model):
-            return Ready(*load(folder, model, TRAINABLE), f"{folder.parent.name}/{kind}")
+            return Ready(*load(folder, model, TRAINABLE), f"{folder.parent.name}/{kind}", shipped=True)
     return None
 
 
@@ -65,7 +66,7 @@ class Headed(Method):
     beam: how many paths are followed from one depth to the next.
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
     priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
-        Where that found the method slower than plain decoding, heads are not asked, unless the tree is your own.
+        Where that found the method slower than plain decoding, heads are not asked, unless they or the tree are yours.
     """
 
     kind: ClassVar[str]
@@ -141,13 +142,13 @@ class _Drafter(Drafter):
     def __init__(self, method: Headed, engine: Engine, sequence: Text, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)
         self.method = method
-        self.heads, about, _ = method.heads
+        self.heads, about = method.heads[:2]
         self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
         self.follower = self.heads.follow(*self.shared)
         self.begun = False  # the follower reads the first rows
         costs = engine.costs if method.priced else None
         grown = isinstance(method.tree, str)
-        pace = costs.paces.get(method.name, 1.0) if costs and grown else 1.0
+        pace = costs.paces.get(method.name, 1.0) if costs and grown and method.heads.shipped else 1.0
         self.idle = pace < 1.0  # then heads do not guess
         if self.idle:
             warnings.warn(
