@@ -36,6 +36,14 @@ def decoder() -> Decoder:
     return load("smollm2-135m", dtype="float32", device="cpu")
 
 
+@pytest.fixture(scope="module")
+def exact() -> Decoder:
+    """For all prompts: one of them (translation) has two best logits of 11.38034 that differ in the seventh digit, and in
+    float32 the number of rows decides which is higher."""
+    torch.set_num_threads(2)
+    return load("smollm2-135m", dtype="float32", device="cpu", exact=True)
+
+
 def check(decoder: Decoder, prompt: str, methods: list[Method], sampling: Sampling, length: int) -> list[int]:
     options = {"sampling": sampling, "max_new_tokens": length}
     expected = decoder.generate(prompt, method=Autoregressive(), **options).token_ids
@@ -110,13 +118,14 @@ def test_text_is_what_the_tokenizer_says(decoder: Decoder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", LISTED)
-def test_every_prompt_greedy(decoder: Decoder, prompt: str) -> None:
-    expected = check(decoder, prompt, [Jacobi(), PromptLookup(), Lookahead(), *HEADS], Sampling(), 128)
-    assert expected == transformers_greedy(decoder, prompt, 128)
+def test_every_prompt_greedy(decoder: Decoder, exact: Decoder, prompt: str) -> None:
+    check(exact, prompt, [Jacobi(), PromptLookup(), Lookahead(), *HEADS], Sampling(), 128)
+    plain = decoder.generate(prompt, method=Autoregressive(), max_new_tokens=128).token_ids
+    assert plain == transformers_greedy(decoder, prompt, 128)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("prompt", LISTED)
-def test_every_prompt_sampled(decoder: Decoder, prompt: str, seed: int) -> None:
-    check(decoder, prompt, [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)
+def test_every_prompt_sampled(exact: Decoder, prompt: str, seed: int) -> None:
+    check(exact, prompt, [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)
