@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,8 @@ CLOCK: dict[str, Method] = {
 BATCH: dict[str, Method] = {"plain": PLAIN, "prompt-lookup (8 rows)": PromptLookup(rows=8)}
 BATCHES = (1, 4, 8)
 
-SIZED = (
-    "jacobi",
-    "prompt-lookup",
-    "lookahead",
-    *HEADS,
-    "adadecode",
-    "self-speculative",
-)  # by a cost curve measured first
+# By a cost curve that is measured first.
+SIZED = ("jacobi", "prompt-lookup", "lookahead", *HEADS, "adadecode", "self-speculative")
 
 _decoder: Decoder
 _model: Any
@@ -390,7 +385,7 @@ def price_table(arguments: argparse.Namespace) -> Table:
 
 
 def make_int8(model: Any) -> None:
-    """Weights alone, by torchao (`pip install torchao`)."""
+    """Weights alone, by torchao."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     quantize_(model, Int8WeightOnlyConfig())
@@ -577,6 +572,8 @@ def main() -> None:
     if arguments.what == "heads":
         show_heads(arguments.plot)
         return
+    if "int8" in arguments.weights and find_spec("torchao") is None:
+        parser.error("--weights int8 needs torchao: pip install --no-deps torchao")
     if arguments.what == "price":
         Console(width=140).print(price_table(arguments))
         return

@@ -26,6 +26,8 @@ from outpace.methods.headed import SHIPPED
 
 pytestmark = pytest.mark.embedded
 LISTED = [prompt for group in PROMPTS.values() for prompt in group]
+# Its two best logits once differ in the seventh digit, and in float32 the number of rows decides which is higher.
+TIED = "Translate into German: Please close the window before it starts to rain."
 SMALL: list[Method] = [Jacobi(window=4), PromptLookup(rows=8), Lookahead(window=3, ngram=3, guesses=3)]
 HEADS: list[Medusa | Hydra | Amphista] = [Medusa(rows=8), Hydra(rows=8), Amphista(rows=8)]
 
@@ -38,8 +40,6 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="module")
 def exact() -> Decoder:
-    """For all prompts: one of them (translation) has two best logits that differ in the seventh digit, and in float32
-    the number of rows decides which is higher."""
     torch.set_num_threads(2)
     return load("smollm2-135m", dtype="float32", device="cpu", exact=True)
 
@@ -67,6 +67,7 @@ def test_prompts_cover_six_tasks() -> None:
     assert len(PROMPTS) == 6
     assert [len(group) for group in PROMPTS.values()] == [8] * 6
     assert len(set(LISTED)) == 48
+    assert TIED in LISTED
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,13 @@ def test_text_is_what_the_tokenizer_says(decoder: Decoder) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", LISTED)
 def test_every_prompt_greedy(decoder: Decoder, exact: Decoder, prompt: str) -> None:
-    check(exact, prompt, [Jacobi(), PromptLookup(), Lookahead(), *HEADS], Sampling(), 128)
+    check(
+        exact if prompt == TIED else decoder,
+        prompt,
+        [Jacobi(), PromptLookup(), Lookahead(), *HEADS],
+        Sampling(),
+        128,
+    )
     plain = decoder.generate(prompt, method=Autoregressive(), max_new_tokens=128).token_ids
     assert plain == transformers_greedy(decoder, prompt, 128)
 
@@ -127,5 +134,5 @@ def test_every_prompt_greedy(decoder: Decoder, exact: Decoder, prompt: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("prompt", LISTED)
-def test_every_prompt_sampled(exact: Decoder, prompt: str, seed: int) -> None:
-    check(exact, prompt, [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)
+def test_every_prompt_sampled(decoder: Decoder, prompt: str, seed: int) -> None:
+    check(decoder, prompt, [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)
