@@ -14,7 +14,8 @@ from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
 from outpace.methods import METHODS as METHODS_BY_NAME
 from outpace.models import attention
-from outpace.models.hf import HFModel
+from outpace.models.gated import CAPABILITY, GatedMLP
+from outpace.models.hf import HFModel, _disagreement
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
@@ -87,6 +88,20 @@ def test_graphs_compute_what_forwards_compute(compiled: bool) -> None:
         for rows in (6, 20, 100, 300):
             found = in_a_tree(graphs, prompt, answer, rows, rng)
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_products_of_our_own_change_no_more_than_rounding_does() -> None:
+    model = HFModel(small_llama(torch.bfloat16))
+    rng = random.Random(0)
+    prompt, answer = rng.choices(range(2048), k=60), rng.choices(range(2048), k=6)
+    expected = one_by_one(Engine(model), prompt, answer)
+    model.fuse()
+    model.replace_products()
+    joined = any(isinstance(module, GatedMLP) for module in model._mirror.modules())
+    assert joined == (torch.cuda.get_device_capability()[0] >= CAPABILITY)
+    engine = GraphEngine(model, capacity=128)
+    for rows in (6, 20, 50, 100, 200, 300):
+        assert _disagreement(in_a_tree(engine, prompt, answer, rows, rng), expected) < 0.05
 
 
 METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=3, ngram=3, guesses=4))

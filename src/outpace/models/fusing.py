@@ -36,7 +36,7 @@ class Fusion:
             part.weight.data = joined.whole.weight[start:stop]  # the user's: the same values, in another place
             if part.bias is not None:
                 part.bias.data = joined.whole.bias[start:stop]
-            owner._modules[name] = _Part(joined, start, stop, last=name == names[-1])
+            owner._modules[name] = Part(joined, start, stop, last=name == names[-1])
             self._done.append((owner, name, part))
             start = stop
 
@@ -76,7 +76,7 @@ class _Memory:
     product: torch.Tensor | None = None
 
 
-class _Part(nn.Module):
+class Part(nn.Module):
     """Some of the outputs of a joined product, where a Linear was."""
 
     def __init__(self, joined: _Joined, start: int, stop: int, last: bool) -> None:

@@ -100,7 +100,10 @@ class HFModel:
         return self._fusion.fuse(self._mirror)
 
     def replace_products(self) -> int:
-        """Compute products of a few rows by code of our own where we have it; says how many. `unfuse` undoes it."""
+        """Compute products by code of our own where we have it; says how many modules. `unfuse` undoes it.
+
+        Join weights before: what is joined may be computed together with what follows it.
+        """
         return self._products.replace(self._mirror)
 
     def compute_exactly(self) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `attention`, `narrow` and `best`. Imported where there is a GPU (or Triton's interpreter).
+"""The Triton kernels of `attention`, `narrow`, `gated` and `best`, for GPUs and Triton's interpreter.
 
 Names in capitals are known when a kernel is compiled. Scores are in powers of two, so that exp2 serves.
 """
@@ -360,6 +360,43 @@ def product(
     if bias is not None:
         total += tl.load(bias + output)[:, None]
     tl.store(product + row[None, :] * outputs + output[:, None], total, mask=real)
+
+
+@triton.jit
+def _gate(gate, total):
+    gate = gate.to(tl.float32)
+    return gate * tl.sigmoid(gate) * total
+
+
+@triton.jit(do_not_specialize=["count"])
+def gated(
+    states, weights, product, count, inputs, outputs, TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Up to TILE rows by the weights of OUTPUTS gates and of OUTPUTS outputs, which SiLU of the gates multiplies.
+
+    States and weights are descriptors; what is missing of TILE rows they fill with zeros.
+    """
+    first = tl.program_id(0) * OUTPUTS
+    gate = tl.zeros([OUTPUTS, TILE], tl.float32)
+    total = tl.zeros([OUTPUTS, TILE], tl.float32)
+    for start in range(0, inputs, BLOCK):
+        value = states.load([0, start]).T
+        gate = tl.dot(weights.load([first, start]), value, gate)
+        total = tl.dot(weights.load([outputs + first, start]), value, total)
+    rounded = product.dtype.element_ty  # as products are that are kept
+    row, output = tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
+    place = product + row[None, :] * outputs + output[:, None]
+    tl.store(place, _gate(gate.to(rounded), total.to(rounded)), mask=(row < count)[None, :])
+
+
+@triton.jit
+def gate(products, gated, outputs, PIECE: tl.constexpr):
+    """A piece of a row of products, the gates first: SiLU of a gate times what it is for."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    there = place < outputs
+    gate = tl.load(products + row * 2 * outputs + place, mask=there)
+    total = tl.load(products + row * 2 * outputs + outputs + place, mask=there)
+    tl.store(gated + row * outputs + place, _gate(gate, total), mask=there)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from platformdirs import user_cache_path
 from torch import nn
 
 from ..errors import InputError
-from . import narrow
+from . import gated, narrow
 from .fusing import is_plain
 
 HERE = Path(__file__).parent
@@ -42,10 +42,10 @@ class Products:
         self._done: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, what was there
 
     def replace(self, mirror: nn.Module) -> int:
-        """Replace every plain linear map that we have code for; says how many are. The weights stay where they are."""
+        """Replace all that we have code for; says how many modules are. The weights stay where they are."""
         for owner in list(mirror.modules()):
             for name, child in owner._modules.items():
-                if type(child) is nn.Linear and (product := _product_for(child)):
+                if child is not None and (product := _product_for(child)):
                     owner._modules[name] = product
                     self._done.append((owner, name, child))
         return len(self._done)
@@ -70,7 +70,13 @@ class _Product(nn.Module):
         return product
 
 
-def _product_for(linear: nn.Linear) -> nn.Module | None:
+def _product_for(module: nn.Module) -> nn.Module | None:
+    if gated.fits(module):
+        return gated.GatedMLP(module)
+    return _linear_for(module) if type(module) is nn.Linear else None
+
+
+def _linear_for(linear: nn.Linear) -> nn.Module | None:
     if linear._forward_hooks or linear._forward_pre_hooks or not is_plain(*linear.parameters()):
         return None
     if narrow.fits(linear):

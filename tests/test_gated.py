@@ -1,0 +1,148 @@
+"""Gated MLPs by one kernel, against torch's. It runs on a GPU, or anywhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from outpace.models import gated
+from outpace.models.fusing import Fusion
+from outpace.models.products import Products
+
+from .test_attention import DEVICE, attention
+from .test_narrow import DTYPE, numbers
+
+CAPABLE = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= gated.CAPABILITY
+on_gpu = pytest.mark.skipif(not CAPABLE, reason="needs a GPU with descriptors")
+by_kernel = pytest.mark.skipif(not CAPABLE and not attention.INTERPRET, reason="no such GPU, and not interpreted")
+
+
+class MLP(nn.Module):
+    """As most architectures have it."""
+
+    def __init__(self, inputs: int = 128, inner: int = 192, act: type[nn.Module] = nn.SiLU) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(inputs, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, inputs, bias=False)
+        self.act_fn = act()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return product
+
+
+class CutOff(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x).clamp(max=7), self.up_proj(x).clamp(-7, 7)
+        product: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        return product
+
+
+class Scaled(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+class Asking(MLP):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+def block(mlp: nn.Module) -> Any:
+    """What holds such a module, with its weights joined."""
+    torch.manual_seed(0)
+    owner = nn.ModuleDict({"mlp": mlp}).to(DEVICE, DTYPE).requires_grad_(False)
+    assert Fusion().fuse(owner) == 1
+    return owner
+
+
+def expected(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(states.double(), weight.double()).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@by_kernel
+@pytest.mark.parametrize("rows", [1, 2, 11, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (192, 384)])
+def test_the_kernel_computes_gates_and_products(rows: int, outputs: int, inputs: int) -> None:
+    torch.manual_seed(rows)
+    states, weight = numbers(1, rows, inputs).to(DTYPE), (numbers(2 * outputs, inputs) / 8).to(DTYPE)
+    found = gated.launch(states, weight)
+    assert found.shape == (1, rows, outputs)
+    rounding = 4 * torch.finfo(DTYPE).eps
+    torch.testing.assert_close(found.double(), expected(states, weight), rtol=rounding, atol=1e-3)
+
+
+@by_kernel
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 64), (3, 1024), (2, 1500)])
+def test_gates_of_products(rows: int, outputs: int) -> None:
+    torch.manual_seed(rows)
+    products = numbers(1, rows, 2 * outputs).to(DTYPE)
+    gates, rest = products.double().chunk(2, -1)
+    torch.testing.assert_close(
+        gated.gate(products).double(), F.silu(gates) * rest, rtol=torch.finfo(DTYPE).eps, atol=1e-6
+    )
+    assert gated.gate(products[:, :0]).shape == (1, 0, outputs)
+
+
+@by_kernel
+def test_programs_are_large_where_they_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    states, weight = numbers(5, 128).to(DTYPE), (numbers(2 * 384, 128) / 8).to(DTYPE)
+    small = gated.launch(states, weight)
+    monkeypatch.setattr(gated, "device_of", lambda _: (3, attention.device_of(states.device)[1]))
+    torch.testing.assert_close(gated.launch(states, weight), small)
+
+
+@by_kernel
+def test_a_row_has_the_same_bits_beside_a_few_others() -> None:
+    torch.manual_seed(0)
+    states, weight = numbers(gated.FEW_ROWS, 256).to(DTYPE), (numbers(256, 256) / 8).to(DTYPE)
+    together = gated.launch(states, weight)
+    for count in range(1, gated.FEW_ROWS):
+        assert torch.equal(gated.launch(states[:count], weight), together[:count])
+
+
+@pytest.mark.parametrize(
+    ("mlp", "is_one"),
+    [
+        (MLP(), True),
+        (MLP(act=nn.GELU), False),
+        (MLP(act=nn.ReLU), False),
+        (CutOff(), False),
+        (Scaled(), False),
+        (Asking(), False),
+    ],
+)
+def test_what_is_computed_is_looked_at(mlp: MLP, is_one: bool) -> None:
+    assert gated.is_gated(block(mlp)["mlp"]) == is_one
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [1, 40, 128, 129, 300])
+def test_mlps_are_replaced_and_put_back(rows: int) -> None:
+    owner, products = block(MLP()), Products()
+    mlp, states = owner["mlp"], numbers(1, rows, 128).to(DTYPE)
+    before = mlp(states)
+    assert products.replace(owner) == 2  # and what is joined within; down is no whole blocks
+    assert isinstance(owner["mlp"], gated.GatedMLP)
+    torch.testing.assert_close(owner["mlp"](states), before, rtol=0.05, atol=0.05)
+    products.undo()
+    assert owner["mlp"] is mlp
+    assert torch.equal(mlp(states), before)
+
+
+@on_gpu
+@pytest.mark.parametrize("mlp", [MLP(act=nn.GELU), MLP(inner=96), MLP(inputs=64), CutOff()])
+def test_others_are_left_as_they_are(mlp: MLP) -> None:
+    owner = block(mlp)
+    assert not gated.fits(owner["mlp"])
+    mlp.gate_proj, hooked = mlp.up_proj, block(MLP())["mlp"]
+    assert not gated.fits(owner["mlp"])
+    assert gated.fits(hooked)
+    hooked.register_forward_hook(lambda *_: None)
+    assert not gated.fits(hooked)
