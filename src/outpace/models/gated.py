@@ -52,8 +52,8 @@ def fits(mlp: Any) -> bool:
         and torch.cuda.get_device_capability(whole.weight.device)[0] >= CAPABILITY
         and whole.weight.dtype in (torch.bfloat16, torch.float16)
         and whole.bias is None
-        and whole.out_features % (2 * OUTPUTS) == 0
-        and whole.in_features % (2 * BLOCK) == 0
+        and len(whole.weight) % (2 * OUTPUTS) == 0
+        and whole.weight.shape[1] % (2 * BLOCK) == 0
         and is_gated(mlp)
     )
 

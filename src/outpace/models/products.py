@@ -45,7 +45,7 @@ class Products:
         """Replace all that we have code for; says how many modules are. The weights stay where they are."""
         for owner in list(mirror.modules()):
             for name, child in owner._modules.items():
-                if child is not None and (product := _product_for(child)):
+                if child is not None and not isinstance(owner, gated.GatedMLP) and (product := _product_for(child)):
                     owner._modules[name] = product
                     self._done.append((owner, name, child))
         return len(self._done)
