@@ -24,8 +24,11 @@ import json
 import shlex
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,17 +177,55 @@ def profile(engine: GraphEngine, rows: int, length: int) -> None:
     CONSOLE.print(f"the kernels of a step of {rows} rows", table)
 
 
+@contextmanager
+def samples(seconds: Counter[tuple[str, str]], every: float = 0.01) -> Iterator[None]:
+    """Meanwhile, count the seconds that this thread spends, by function of ours and by library that works for it."""
+    thread, stopped = threading.get_ident(), threading.Event()
+
+    def take() -> None:
+        last = time.perf_counter()
+        while not stopped.wait(every):
+            now = time.perf_counter()
+            seconds[whereabouts(sys._current_frames()[thread])] += now - last
+            last = now
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        taker.join()
+
+
+LIBRARIES = ("importlib", "triton", "torch/_inductor", "torch/_functorch", "torch/_dynamo", "torch", "transformers")
+
+
+def whereabouts(frame: Any) -> tuple[str, str]:
+    """The innermost function of ours in a stack of frames, and the first of LIBRARIES that is at work within it."""
+    inner: list[str] = []
+    while frame is not None and "/outpace/" not in (file := frame.f_code.co_filename):
+        inner.append(file)
+        frame = frame.f_back
+    library = next((name for name in LIBRARIES if any(name in file for file in inner)), "")
+    return "" if frame is None else f"{Path(file).stem}.{frame.f_code.co_name}", library
+
+
 def shape(arguments: argparse.Namespace) -> None:
     model = llama_8b()
     before = torch.cuda.memory_allocated()
+    spent: Counter[tuple[str, str]] = Counter()
     start = time.perf_counter()
-    adapted = HFModel(model)
-    adapted.fuse()
-    adapted.replace_products()
-    engine = GraphEngine(adapted, capacity=16384)
-    with engine.pool.sequence(list(range(100))) as sequence:
-        assert engine.score(sequence, chain(99, (), "")).best
+    with samples(spent) if arguments.samples else nullcontext():
+        adapted = HFModel(model)
+        adapted.fuse()
+        adapted.replace_products()
+        engine = GraphEngine(adapted, capacity=16384)
+        with engine.pool.sequence(list(range(100))) as sequence:
+            assert engine.score(sequence, chain(99, (), "")).best
     first = time.perf_counter() - start
+    for (function, library), seconds in spent.most_common(24):
+        print(f"{seconds:6.2f} s  {function}  {library}")
     table = Table(
         "rows", "context", "graph ms", "rows / 1 row", "context / 1024", "with host ms", title="8B shape, bfloat16"
     )
@@ -402,6 +443,8 @@ def exact(arguments: argparse.Namespace) -> None:
     """Every method's text and logits against plain decoding's, bit for bit, in exact mode; greedy and sampled."""
     model, tokenizer = load_wide(arguments)
     decoder = Decoder(model, tokenizer, exact=True)
+    price = price_of(decoder)
+    CONSOLE.print(price)
     small = HFModel(first_layers(model, 3))
     tried: dict[str, Method] = {
         "jacobi": Jacobi(),
@@ -427,6 +470,12 @@ def exact(arguments: argparse.Namespace) -> None:
     table = Table("method", "greedy: same text", "same bits in all logits", "sampled: same text", "same bits")
     for name, counts in equal.items():
         table.add_row(name, *(f"{count} of {len(questions)}" for count in counts))
+    print(decoder.engine.name)
+    CONSOLE.print(price, table)
+
+
+def price_of(decoder: Decoder) -> Table:
+    """What a step costs in exact mode, and in normal mode."""
     kinds = [f"{rows} rows, {mode}" for rows in PRICED for mode in ("normal", "exact")]
     price = Table("ms a step, graph alone", *kinds)
     normal = engine_for(decoder.model, "graphs")
@@ -437,8 +486,7 @@ def exact(arguments: argparse.Namespace) -> None:
             score_time(engine, rows, length, repeats=2)
             times.append(replay_time(engine, rows, length))
         price.add_row(f"{length} tokens of context", *(f"{value:.2f}" for value in times))
-    print(decoder.engine.name)
-    CONSOLE.print(table, price)
+    return price
 
 
 def recorded(
@@ -633,6 +681,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
     parser.add_argument("--only", nargs="+", help="for wide: plain, and what begins so (transformers too)")
+    parser.add_argument("--samples", action="store_true", help="for shape: say where the time to the first token goes")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact, batch and reproduce")
     parser.add_argument("--slots", type=int, default=65536, help="of the pool, for batch")
     parser.add_argument("--answers", help="what `outpace train` kept in --answers, for ablation and exits")

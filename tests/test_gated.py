@@ -130,6 +130,7 @@ def test_mlps_are_replaced_and_put_back(rows: int) -> None:
     before = mlp(states)
     assert products.replace(owner) == 2  # and what is joined within; down is no whole blocks
     assert isinstance(owner["mlp"], gated.GatedMLP)
+    assert products.replace(owner) == 2  # a second engine finds nothing more to do
     torch.testing.assert_close(owner["mlp"](states), before, rtol=0.05, atol=0.05)
     products.undo()
     assert owner["mlp"] is mlp

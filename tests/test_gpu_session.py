@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 import torch
 
 from outpace import AdaDecode, Amphista, Decoder, Hydra, Medusa
+from outpace.models.hf import HFModel
 from outpace.models.loading import load
 
+from .conftest import tiny
 from .test_cli import folder
 from .test_cli_bench import wide
 from .test_reproduce import trained
@@ -47,6 +51,17 @@ def test_widened_heads_guess_the_same(session: Any, folder: Path, trained: Path,
     assert [step.tokens for step in found] == [step.tokens for step in expected]
     assert [step.draft.tokens for step in found] == [step.draft.tokens for step in expected]
     assert any(len(step.draft) > 1 for step in found)
+
+
+def test_samples_say_where_the_time_goes(session: Any) -> None:
+    model = HFModel(tiny("Llama"))
+    spent: Counter[tuple[str, str]] = Counter()
+    start = time.perf_counter()
+    with session.samples(spent):
+        while time.perf_counter() - start < 0.5:
+            model._check()
+    assert spent.total() == pytest.approx(time.perf_counter() - start, rel=0.3)
+    assert any(function.startswith("hf.") and library == "torch" for function, library in spent)
 
 
 @pytest.mark.filterwarnings("ignore:adadecode. these exits are predicted")
