@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ from outpace.errors import InputError
 from outpace.methods import make
 from outpace.methods.ngrams import History
 from outpace.models.hf import HFModel
-from outpace.runtime.calibrate import about, measure
-from outpace.runtime.costs import load
+from outpace.runtime.calibrate import ROWS, _corners, about, measure
+from outpace.runtime.costs import Prices, load
+from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
 
 from .conftest import tiny
@@ -35,22 +38,55 @@ def test_between_the_points_it_is_straight() -> None:
     assert FLAT.step(1, 5000) == pytest.approx(1.1)  # a longer text than was measured
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 30))
-def test_a_draft_is_worth_its_price(text: list[int], rows: int) -> None:
-    """No beginning of the full tree would give more expected tokens for its price."""
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 30),
+    st.lists(st.floats(-0.02, 0.3), min_size=1, max_size=24),
+)
+def test_a_draft_is_worth_its_price(text: list[int], rows: int, rises: list[float]) -> None:
+    """It is that beginning of the full tree which gives the most expected tokens for its price, the first of these."""
     history = History(3)
     history.extend(text)
+    price = Prices([1.0, *accumulate(rises, initial=1.1)])
     whole, priced = Tree(text[-1]), Tree(text[-1])
     history.grow(whole, rows, 6, "")
-    history.grow(priced, rows, 6, "", price=FLAT.price)
+    history.grow(priced, rows, 6, "", price=price)
+    expected = list(accumulate(chance(history, whole, row) for row in range(len(whole))))
+    worth = [tokens / price(count) for count, tokens in enumerate(expected, 1)]
+    assert len(priced) == 1 + worth.index(max(worth)) or max(worth) == pytest.approx(worth[len(priced) - 1])
     assert whole.tokens[: len(priced)] == priced.tokens
     assert whole.parents[: len(priced)] == priced.parents
-    nothing = Tree(text[-1])
-    history.grow(nothing, rows, 6, "", price=lambda count: 100.0 * count)
-    assert len(nothing) == 1
-    everything = Tree(text[-1])
-    history.grow(everything, rows, 6, "", price=lambda count: 1.0)
-    assert everything.tokens == whole.tokens
+
+
+def chance(history: History, tree: Tree, row: int) -> float:
+    """Of a row to be what the text goes on with."""
+    if row == 0:
+        return 1.0
+    path = []
+    while row:
+        path.insert(0, tree.tokens[row])
+        row = tree.parents[row]
+    ends = [[*history._end, *path[:place]][-history._longest :] for place in range(len(path))]
+    return math.prod(history.chances(end)[token] for end, token in zip(ends, path, strict=True))
+
+
+@given(st.lists(st.floats(-0.1, 1), max_size=30), st.integers(1, 40), st.integers(1, 40))
+def test_no_way_to_more_rows_costs_less_than_the_slope(rises: list[float], rows: int, more: int) -> None:
+    price = Prices(list(accumulate(rises, initial=1.0)))
+    cost = price(rows + more) - price(rows)
+    assert cost >= more * price.slope(rows) - 1e-9
+    assert price.slope(rows) >= price.least
+    assert price.plus(0.5)(rows) == pytest.approx(price(rows) + 0.5)
+    assert price.plus(0.5).slope(rows) == price.slope(rows)
+
+
+def test_curves_are_measured_where_steps_jump() -> None:
+    model = HFModel(tiny("Llama"))
+    assert _corners(Engine(model)) == ROWS
+    graphs = GraphEngine(model, compiled=False)
+    assert _corners(graphs) == [1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 65, 128]
+    graphs.sizes = [32]  # of exact mode: more rows are computed in parts
+    assert _corners(graphs) == [1, 32, 33, 64, 65, 96, 97, 128]
 
 
 def test_methods_are_sized_by_the_curve() -> None:

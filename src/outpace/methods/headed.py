@@ -159,7 +159,6 @@ class _Drafter(Drafter):
                 stacklevel=2,
             )
         self.price = costs.price_with("" if self.idle else method.name) if costs else None
-        self.slope = costs.least_slope(method.rows) if costs else 0.0
         self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
         share = 1.0 if self.idle else method.lookup
         self.lookup = int(share * (method.rows - 1)) if grown else 0
@@ -208,7 +207,7 @@ class _Drafter(Drafter):
             if price is None:
                 return grow(root, expect, depth, rows, self.method.beam)
             # Rows that bring less than the flattest part of the curve costs are too dear anywhere on it.
-            least = math.log(self.slope / price(1 + taken)) if self.slope > 0 else -math.inf
+            least = math.log(price.least / price(1 + taken)) if price.least > 0 else -math.inf
             return grow(root, expect, depth, rows, self.method.beam, lambda count: price(count + taken), least)
         tree = self.tree[: rows - 1] if self.method.tree == "measured" else self.tree
         return plant(root, expect, [path for path in tree if len(path) <= depth])

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..draft import Tree
+from ..runtime.costs import Prices
 
 # How far to believe that the text goes on as it did after the same last 1, 2, 3, 4 or more tokens. What is left of
 # belief goes to the next shorter match. Measured on 60 answers of a small model; the exact values matter little.
@@ -40,15 +41,16 @@ class History:
 
     def chances(self, end: Sequence[int]) -> dict[int, float]:
         """The chance of each token to follow a text with this end, longer matches first."""
-        chances: dict[int, float] = defaultdict(float)
+        chances: dict[int, float] = {}
         belief = 1.0
+        end = tuple(end)
         for length in range(min(self._longest, len(end)), 0, -1):
-            counts = self._next.get(tuple(end[-length:]))
+            counts = self._next.get(end[-length:])
             if counts:
                 trust = TRUST[min(length, len(TRUST)) - 1]
                 share = belief * trust / sum(counts.values())
                 for token, count in counts.items():
-                    chances[token] += share * count
+                    chances[token] = chances.get(token, 0.0) + share * count
                 belief *= 1 - trust
         return chances
 
@@ -61,39 +63,42 @@ class History:
         floor: float = 0.0,
         gate: float = 0.0,
         branching: bool = True,
-        price: Callable[[int], float] | None = None,
+        price: Prices | None = None,
     ) -> None:
         """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
 
         Nothing is added where not even the first guess has the chance `gate`. Where the `price` of a step by its rows
         is known, as many are added as give the most expected tokens for it: none, if that is best.
         """
-        waiting: list[tuple[float, int, int, list[int]]] = []  # a heap: -chance, order, parent row, path with the guess
+        # A heap of guesses: -chance, order, parent row, token, its depth, the end of the text before it.
+        waiting: list[tuple[float, int, int, int, int, tuple[int, ...]]] = []
         order = 0
 
-        def consider(row: int, path: list[int], chance: float) -> None:
+        def consider(row: int, depth: int, end: tuple[int, ...], chance: float) -> None:
             nonlocal order
-            end = [*self._end, *path][-self._longest :]
-            guesses = [(token, share * chance) for token, share in self.chances(end).items() if share * chance > floor]
-            if not branching:
-                guesses = sorted(guesses, key=lambda guess: -guess[1])[:1]
-            for token, product in guesses:
+            guesses = [(share * chance, token) for token, share in self.chances(end).items() if share * chance > floor]
+            if not branching and guesses:
+                guesses = [max(guesses, key=lambda guess: guess[0])]
+            for product, token in guesses:
                 order += 1
-                heapq.heappush(waiting, (-product, order, row, [*path, token]))
+                heapq.heappush(waiting, (-product, order, row, token, depth, end))
 
         if depth > 0:
-            consider(0, [], 1.0)
+            consider(0, 1, tuple(self._end), 1.0)
         if waiting and -waiting[0][0] < gate:
             return
         expected, before = 1.0, len(tree)
         best, best_rows = expected / price(before) if price else 0.0, before
         while waiting and len(tree) < rows:
-            chance, _, parent, path = heapq.heappop(waiting)
-            (row,) = tree.insert(path[-1:], source, below=parent)
-            if len(path) < depth:
-                consider(row, path, -chance)
+            negative, _, parent, token, at, end = heapq.heappop(waiting)
+            # No guess to come is likelier, so no number of them is worth its price.
+            if price and -negative <= best * price.slope(len(tree)):
+                break
+            (row,) = tree.insert((token,), source, below=parent)
+            if at < depth:
+                consider(row, at + 1, (*end, token)[-self._longest :], -negative)
             if price:
-                expected -= chance
+                expected -= negative
                 worth = expected / price(len(tree))
                 if worth > best:
                     best, best_rows = worth, len(tree)

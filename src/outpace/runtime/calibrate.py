@@ -56,7 +56,7 @@ def measure(
 
     The rounds go over all numbers of rows in turn, so that a disturbance does not fall on one of them.
     """
-    rows = rows or ROWS
+    rows = rows or _corners(engine)
     contexts = [length for length in contexts if length + max(rows) < engine.model.context] or [1]
     seconds = []
     segments: dict[str, float] = {}
@@ -73,6 +73,14 @@ def measure(
             if index == 0:
                 segments = _segments(engine, text, repeats)
     return CostCurve(about(engine), tuple(rows), tuple(contexts), tuple(seconds), segments)
+
+
+def _corners(engine: Engine) -> Sequence[int]:
+    """Numbers of rows between which costs are about straight. Steps of fixed sizes jump behind each of these."""
+    if not engine.sizes:
+        return ROWS
+    sizes = [*engine.sizes, *range(2 * engine.sizes[-1], ROWS[-1], engine.sizes[-1])]
+    return sorted({1, ROWS[-1], *(rows for size in sizes for rows in (size, size + 1) if rows < ROWS[-1])})
 
 
 def _step(engine: Engine, text: Text, draft: Draft) -> float:

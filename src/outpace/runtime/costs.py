@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 
-VERSION = 6  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 7  # raised whenever a runtime computes steps by other code: older curves are not believed
 
 
 class Parts(NamedTuple):
@@ -26,6 +27,42 @@ class Parts(NamedTuple):
     layer: float
     head: float  # the output head
     begin: float  # beginning a climb, beyond its layers
+
+
+class Prices:
+    """What steps cost by their rows, in steps of one row.
+
+    >>> prices = Prices([1.0, 1.1, 1.6, 1.7])
+    >>> prices(2), round(prices(6), 2)
+    (1.1, 1.9)
+    >>> round(prices.slope(1), 2), round(prices.slope(2), 2)
+    (0.1, 0.1)
+    """
+
+    def __init__(self, prices: Sequence[float]) -> None:
+        """The first is of one row. Beyond the last they rise as they did to it."""
+        self._prices = prices
+        self._own = 0.0
+        self._last = prices[-1] - prices[-2] if len(prices) > 1 else 0.0
+        self._slopes = [
+            min([(prices[more] - price) / (more - rows) for more in range(rows + 1, len(prices))] + [self._last])
+            for rows, price in enumerate(prices)
+        ]
+        self.least = min(self._slopes)  # what a further row costs at least, anywhere
+
+    def __call__(self, rows: int) -> float:
+        known = len(self._prices)
+        return self._own + self._prices[min(rows, known) - 1] + max(rows - known, 0) * self._last
+
+    def slope(self, rows: int) -> float:
+        """What a further row costs at least, on the way from so many rows to any larger number."""
+        return self._slopes[min(rows, len(self._slopes)) - 1]
+
+    def plus(self, own: float) -> Prices:
+        """With a method's own work in each step."""
+        prices = copy(self)
+        prices._own += own
+        return prices
 
 
 @dataclass(frozen=True)
@@ -47,21 +84,13 @@ class CostCurve:
         return _between(self.contexts, by_rows, min(max(context, self.contexts[0]), self.contexts[-1]))
 
     @cached_property
-    def _prices(self) -> list[float]:
-        return [self.step(rows) / self.step(1) for rows in range(1, self.rows[-1] + 1)]
+    def price(self) -> Prices:
+        """The cost of a step by its rows, in steps of one row."""
+        return Prices([self.step(rows) / self.step(1) for rows in range(1, self.rows[-1] + 1)])
 
-    def price(self, rows: int) -> float:
-        """The cost of a step of so many rows, in steps of one row."""
-        return self._prices[rows - 1] if rows <= len(self._prices) else self.step(rows) / self.step(1)
-
-    def price_with(self, method: str) -> Callable[[int], float]:
+    def price_with(self, method: str) -> Prices:
         """`price` and the method's own work, where it was measured."""
-        own = self.drafting.get(method, 0.0) / self.step(1)
-        return lambda rows: self.price(rows) + own
-
-    def least_slope(self, rows: int) -> float:
-        """What a further row costs at least, up to so many rows, in steps of one row."""
-        return min((self.price(count + 1) - self.price(count) for count in range(1, rows)), default=0.0)
+        return self.price.plus(self.drafting.get(method, 0.0) / self.step(1))
 
     @cached_property
     def parts(self) -> Parts | None:

@@ -60,6 +60,7 @@ class Engine:
     """A model and the pool its rows live in."""
 
     name = "plain"
+    sizes: Items[int] = ()  # a step computes as many rows as the next of these; without them, as many as it is given
 
     def __init__(self, model: Model, compiled: bool = False) -> None:
         self.model = model
