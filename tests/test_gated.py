@@ -16,8 +16,8 @@ from outpace.models.products import Products
 from .test_attention import DEVICE, attention
 from .test_narrow import DTYPE, numbers
 
-CAPABLE = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= gated.CAPABILITY
-on_gpu = pytest.mark.skipif(not CAPABLE, reason="needs a GPU with descriptors")
+CAPABLE = gated.can_run(torch.device(DEVICE))
+on_gpu = pytest.mark.skipif(not CAPABLE, reason="needs an H100 or later")
 by_kernel = pytest.mark.skipif(not CAPABLE and not attention.INTERPRET, reason="no such GPU, and not interpreted")
 
 
@@ -105,6 +105,14 @@ def test_a_row_has_the_same_bits_beside_a_few_others() -> None:
     together = gated.launch(states, weight)
     for count in range(1, gated.FEW_ROWS):
         assert torch.equal(gated.launch(states[:count], weight), together[:count])
+
+
+def test_small_and_old_gpus_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    for capability, memory, works in (((9, 0), 232448, True), ((12, 0), 101376, False), ((8, 0), 232448, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(gated, "device_of", lambda _, found=memory: (132, found))
+        assert gated.can_run(gpu) == works
 
 
 @pytest.mark.parametrize(

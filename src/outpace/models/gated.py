@@ -1,4 +1,4 @@
-"""Gated MLPs, on GPUs that fetch tiles by descriptors (Hopper and later): gate, up and SiLU by one kernel.
+"""Gated MLPs, on large GPUs that fetch tiles by descriptors (H100 and later): gate, up and SiLU by one kernel.
 
 down(silu(gate(x)) * up(x)) is what most architectures compute there. By itself SiLU is a kernel that reads what the one
 before has just written.
@@ -18,6 +18,7 @@ from .fusing import Part
 
 CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 CAPABILITY = 9  # of GPUs that know descriptors
+MEMORY = 200_000  # bytes of shared memory: with less there is too little on its way at a time
 MOST_ROWS = 128  # beyond, cuBLAS is quicker
 FEW_ROWS = 32
 OUTPUTS = 64  # of one program, and as many gates
@@ -40,7 +41,7 @@ class GatedMLP(nn.Module):
 
 
 def fits(mlp: Any) -> bool:
-    """Whether the kernel takes it: 16 bits on such a GPU, gate and up joined, whole blocks, and this very function."""
+    """Whether the kernel takes it: 16 bits, on such a GPU, gate and up joined, whole blocks, and this very function."""
     parts = [mlp._modules.get(name) for name in ("gate_proj", "up_proj")]
     if set(mlp._modules) != CHILDREN or mlp._forward_hooks or mlp._forward_pre_hooks:
         return False
@@ -48,14 +49,21 @@ def fits(mlp: Any) -> bool:
         return False
     whole = mlp.gate_proj.joined.whole
     return (
-        whole.weight.device.type == "cuda"
-        and torch.cuda.get_device_capability(whole.weight.device)[0] >= CAPABILITY
+        can_run(whole.weight.device)
         and whole.weight.dtype in (torch.bfloat16, torch.float16)
         and whole.bias is None
         and len(whole.weight) % (2 * OUTPUTS) == 0
         and whole.weight.shape[1] % (2 * BLOCK) == 0
         and is_gated(mlp)
     )
+
+
+def can_run(device: torch.device) -> bool:
+    """Whether the kernel is for this device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < CAPABILITY:
+        return False
+    _, memory = device_of(device)
+    return memory >= MEMORY
 
 
 @torch.inference_mode()
