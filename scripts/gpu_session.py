@@ -198,16 +198,19 @@ def samples(seconds: Counter[tuple[str, str]], every: float = 0.01) -> Iterator[
         taker.join()
 
 
-LIBRARIES = ("importlib", "triton", "torch/_inductor", "torch/_functorch", "torch/_dynamo", "torch", "transformers")
+LIBRARIES = (
+    *("<frozen importlib", "triton/", "torch/_inductor/", "torch/_functorch/", "torch/_dynamo/"),
+    *("torch/", "transformers/"),
+)
 
 
 def whereabouts(frame: Any) -> tuple[str, str]:
     """The innermost function of ours in a stack of frames, and the first of LIBRARIES that is at work within it."""
     inner: list[str] = []
     while frame is not None and "/outpace/" not in (file := frame.f_code.co_filename):
-        inner.append(file)
+        inner.append(file.rpartition("-packages/")[2])
         frame = frame.f_back
-    library = next((name for name in LIBRARIES if any(name in file for file in inner)), "")
+    library = next((name for name in LIBRARIES if any(file.startswith(name) for file in inner)), "")
     return "" if frame is None else f"{Path(file).stem}.{frame.f_code.co_name}", library
 
 

@@ -58,6 +58,23 @@ def test_a_draft_is_worth_its_price(text: list[int], rows: int, rises: list[floa
     assert whole.parents[: len(priced)] == priced.parents
 
 
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 30))
+def test_dear_rows_and_free_rows(text: list[int], rows: int) -> None:
+    history = History(3)
+    history.extend(text)
+    whole, priced = Tree(text[-1]), Tree(text[-1])
+    history.grow(whole, rows, 6, "")
+    history.grow(priced, rows, 6, "", price=FLAT.price)
+    assert whole.tokens[: len(priced)] == priced.tokens
+    assert whole.parents[: len(priced)] == priced.parents
+    nothing = Tree(text[-1])
+    history.grow(nothing, rows, 6, "", price=Prices([100.0, 200.0]))
+    assert len(nothing) == 1
+    everything = Tree(text[-1])
+    history.grow(everything, rows, 6, "", price=Prices([1.0]))
+    assert everything.tokens == whole.tokens
+
+
 def chance(history: History, tree: Tree, row: int) -> float:
     """Of a row to be what the text goes on with."""
     if row == 0:

@@ -52,10 +52,10 @@ class Asking(MLP):
         return super().forward(x) * scale
 
 
-def block(mlp: nn.Module) -> Any:
+def block(mlp: nn.Module, dtype: torch.dtype = DTYPE) -> Any:
     """What holds such a module, with its weights joined."""
     torch.manual_seed(0)
-    owner = nn.ModuleDict({"mlp": mlp}).to(DEVICE, DTYPE).requires_grad_(False)
+    owner = nn.ModuleDict({"mlp": mlp}).to(DEVICE, dtype).requires_grad_(False)
     assert Fusion().fuse(owner) == 1
     return owner
 
@@ -138,20 +138,38 @@ def test_mlps_are_replaced_and_put_back(rows: int) -> None:
     before = mlp(states)
     assert products.replace(owner) == 2  # and what is joined within; down is no whole blocks
     assert isinstance(owner["mlp"], gated.GatedMLP)
-    assert products.replace(owner) == 2  # a second engine finds nothing more to do
     torch.testing.assert_close(owner["mlp"](states), before, rtol=0.05, atol=0.05)
     products.undo()
     assert owner["mlp"] is mlp
     assert torch.equal(mlp(states), before)
 
 
-@on_gpu
+@pytest.fixture
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this device were for the kernel, which is not run."""
+    monkeypatch.setattr(gated, "can_run", lambda _: True)
+
+
+@pytest.mark.usefixtures("_everywhere")
 @pytest.mark.parametrize("mlp", [MLP(act=nn.GELU), MLP(inner=96), MLP(inputs=64), CutOff()])
 def test_others_are_left_as_they_are(mlp: MLP) -> None:
-    owner = block(mlp)
-    assert not gated.fits(owner["mlp"])
-    mlp.gate_proj, hooked = mlp.up_proj, block(MLP())["mlp"]
-    assert not gated.fits(owner["mlp"])
-    assert gated.fits(hooked)
-    hooked.register_forward_hook(lambda *_: None)
-    assert not gated.fits(hooked)
+    assert not gated.fits(block(mlp, torch.bfloat16)["mlp"])
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_what_is_hooked_or_not_joined_is_left_as_it_is() -> None:
+    mlp = block(MLP(), torch.bfloat16)["mlp"]
+    assert gated.fits(mlp)
+    mlp.register_forward_hook(lambda *_: None)
+    assert not gated.fits(mlp)
+    assert not gated.fits(MLP().to(DEVICE, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_a_second_engine_finds_nothing_more_to_replace() -> None:
+    owner, products = block(MLP(), torch.bfloat16), Products()
+    count, found = products.replace(owner), owner["mlp"]
+    assert isinstance(found, gated.GatedMLP)
+    assert products.replace(owner) == count
+    assert owner["mlp"] is found
+    assert isinstance(found.mlp, MLP)

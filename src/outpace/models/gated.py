@@ -42,12 +42,12 @@ class GatedMLP(nn.Module):
 
 def fits(mlp: Any) -> bool:
     """Whether the kernel takes it: 16 bits, on such a GPU, gate and up joined, whole blocks, and this very function."""
-    parts = [mlp._modules.get(name) for name in ("gate_proj", "up_proj")]
     if set(mlp._modules) != CHILDREN or mlp._forward_hooks or mlp._forward_pre_hooks:
         return False
-    if not all(isinstance(part, Part) for part in parts) or mlp.gate_proj.joined is not mlp.up_proj.joined:
+    gate, up = mlp.gate_proj, mlp.up_proj
+    if not (isinstance(gate, Part) and isinstance(up, Part) and gate.joined is up.joined):
         return False
-    whole = mlp.gate_proj.joined.whole
+    whole = gate.joined.whole
     return (
         can_run(whole.weight.device)
         and whole.weight.dtype in (torch.bfloat16, torch.float16)
