@@ -456,8 +456,8 @@ def exact(arguments: argparse.Namespace) -> None:
         "draft-model": DraftModel(model=small, length=4),
     }
     own = with_heads(AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32), arguments.times)
-    names = ("medusa (16 rows)", "hydra (16 rows)", "amphista with lookup (16 rows)", "adadecode (γ 0.75)")
-    tried |= {name: own[name] for name in names}
+    heads = ("medusa (16 rows)", "hydra (16 rows)", "amphista with lookup (16 rows)")
+    tried |= {name: own[name] for name in (*heads, "adadecode (γ 0.75)", "self-speculative (20)")}
     questions = spec_bench(arguments.data, arguments.each)
     ready = {name: decoder.prepare(method) for name, method in tried.items()}
     equal = {name: [0] * 4 for name in tried}

@@ -23,6 +23,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
@@ -265,28 +266,39 @@ def forward_time() -> Iterator[list[float]]:
 
 
 def clock_unit(unit: dict[str, Any]) -> dict[str, Any]:
-    """All methods on one prompt, one after the other: seconds a token."""
+    """All methods on one prompt, in an order of its own: seconds a token. Plain decoding twice, to show the noise."""
     prompt = _decoder.encode(prompts()[unit["prompt"]][1])
     seconds: dict[str, float] = {}
     outside: dict[str, float] = {}
-    start = time.perf_counter()
-    tokens = len(transformers_generate(prompt))
-    seconds["transformers generate"] = (time.perf_counter() - start) / tokens
-    if unit["sized"]:
-        chosen = {f"{name}, sized": _decoder.prepare(name) for name in SIZED}
-    else:
-        chosen = {name: CLOCK[name] for name in named(CLOCK, unit["only"])}
-    for name, method in {"plain": PLAIN, **chosen}.items():
+
+    def ours(name: str, method: Method) -> None:
         with forward_time() as forwards:
             start = time.perf_counter()
             steps = list(_decoder.stream(prompt, method=method, max_new_tokens=NEW_TOKENS))
             whole = time.perf_counter() - start
         seconds[name] = whole / sum(len(step.tokens) for step in steps)
         outside[name] = (whole - sum(forwards)) / len(steps)
-    start = time.perf_counter()
-    tokens = len(transformers_generate(prompt, prompt_lookup_num_tokens=10))
-    seconds["transformers prompt lookup"] = (time.perf_counter() - start) / tokens
-    return {**unit, "seconds": seconds, "outside": outside}
+
+    def theirs(name: str, **options: Any) -> None:
+        start = time.perf_counter()
+        tokens = len(transformers_generate(prompt, **options))
+        seconds[name] = (time.perf_counter() - start) / tokens
+
+    if unit["sized"]:
+        chosen = {f"{name}, sized": _decoder.prepare(name) for name in SIZED}
+    else:
+        chosen = {name: CLOCK[name] for name in named(CLOCK, unit["only"])}
+    runs: dict[str, Callable[[str], None]] = {
+        "transformers generate": theirs,
+        "transformers prompt lookup": functools.partial(theirs, prompt_lookup_num_tokens=10),
+    }
+    runs |= {
+        name: functools.partial(ours, method=method)
+        for name, method in {"plain": PLAIN, "plain again": PLAIN, **chosen}.items()
+    }
+    for name in random.Random(f"{unit['prompt']} {unit['repeat']}").sample([*runs], len(runs)):
+        runs[name](name)
+    return {**unit, "seconds": {name: seconds[name] for name in runs}, "outside": outside}
 
 
 def batch_unit(unit: dict[str, Any]) -> dict[str, Any]:
