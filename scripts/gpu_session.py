@@ -11,6 +11,9 @@
 DIR holds the embedded model (`--gguf PART1 PART2` makes it, as in measure.py), FILE is Spec-Bench's question file. The
 7B model is the embedded one widened eightfold: every feature is repeated, so it computes the same function with 7.25
 billion weights. Acceptance is real, and so is the cost of a step.
+
+The time to the first token depends on whether Python's modules are compiled, as pip leaves them. Where they are not,
+`python -m compileall` does it.
 """
 
 from __future__ import annotations
