@@ -104,6 +104,24 @@ def test_products_of_our_own_change_no_more_than_rounding_does() -> None:
         assert _disagreement(in_a_tree(engine, prompt, answer, rows, rng), expected) < 0.05
 
 
+def test_a_forward_without_a_graph_waits_for_no_compiler_and_plans_no_attention() -> None:
+    model = HFModel(small_llama(torch.bfloat16))
+    model.fuse()
+    model.replace_products()
+    engine = Engine(model)
+    used = torch.backends.cuda.cudnn_sdp_enabled()
+    with (
+        engine.pool.sequence(list(range(40))) as sequence,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled,
+    ):
+        engine.score(sequence, chain(39, range(9), ""))
+        torch.cuda.synchronize()
+    kernels = {event.key for event in profiled.key_averages()}
+    assert len(kernels) > 5
+    assert not [name for name in kernels if name in ("product", "gated", "gate") or "cudnn" in name]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == used
+
+
 METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=3, ngram=3, guesses=4))
 
 

@@ -105,6 +105,18 @@ def test_the_text_is_the_same(name: str) -> None:
     assert all(type(module) is not products._Product for module in adapted._mirror.modules())
 
 
+def test_at_rest_the_modules_are_those_that_were_there() -> None:
+    model = HFModel(tiny("Llama"))
+    model.fuse()
+    before = dict(model._mirror.named_modules())
+    model.replace_products()
+    replaced = dict(model._mirror.named_modules())
+    assert replaced != before
+    with model._products.at_rest():
+        assert dict(model._mirror.named_modules()) == before
+    assert dict(model._mirror.named_modules()) == replaced
+
+
 def test_it_compiles_whole_and_for_any_rows() -> None:
     import torch._dynamo
 

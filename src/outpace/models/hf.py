@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeAlias, cast
 
@@ -151,6 +151,15 @@ class HFModel:
         """What the mirror's functions are computed by."""
         return ExactFunctions(self.name) if self._exact else nullcontext()
 
+    def _parts(self, rows: Placed | FixedRows) -> AbstractContextManager[object]:
+        """What computes such rows. On a GPU those that are in a new place each time do not wait for compilers."""
+        if self.device.type != "cuda" or isinstance(rows, FixedRows):
+            return nullcontext()
+        parts = ExitStack()
+        parts.enter_context(self._products.at_rest())
+        parts.enter_context(_without_cudnn())
+        return parts
+
     def room(self, position: int) -> int:
         room = self.context - 1 - position
         if self._longrope is not None and position < self._longrope:
@@ -199,7 +208,7 @@ class HFModel:
         else:
             arguments["attention_mask"] = torch.ones(1, pool.used, dtype=torch.long, device=self.device)
         try:
-            with self._functions():
+            with self._functions(), self._parts(rows):
                 result = self._mirror(**arguments)
             left = control.hidden
         finally:
@@ -343,6 +352,17 @@ def attend(
 AttentionInterface.register(ATTENTION, attend)
 
 
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Attention not by cuDNN, which makes a plan for each number of keys, in more time than a layer takes."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 class _Mirror:
     """Copies modules without their weights' storage: the copy shares every parameter."""
 
@@ -412,8 +432,9 @@ class _Gate(nn.Module):
 
     def compile(self) -> None:
         # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one. Those
-        # that add up are not chosen by timing several, so that bits are the same in every process.
-        options: dict[str, Any] = {"combo_kernels": True, "deterministic": True}
+        # that add up are not chosen by timing several, so that bits are the same in every process; nor are the others,
+        # which saves time before the first step and none in it.
+        options: dict[str, Any] = {"combo_kernels": True, "deterministic": True, "triton.autotune_pointwise": False}
         self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
 
     def __getattr__(self, name: str) -> Any:

@@ -14,7 +14,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -49,6 +50,18 @@ class Products:
                     owner._modules[name] = product
                     self._done.append((owner, name, child))
         return len(self._done)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Meanwhile, every module is back where it was."""
+        ours = [owner._modules[name] for owner, name, _ in self._done]
+        for owner, name, child in self._done:
+            owner._modules[name] = child
+        try:
+            yield
+        finally:
+            for (owner, name, _), product in zip(self._done, ours, strict=True):
+                owner._modules[name] = product
 
     def undo(self) -> None:
         """Put every module back."""
