@@ -112,14 +112,15 @@ def test_a_forward_without_a_graph_waits_for_no_compiler_and_plans_no_attention(
     used = torch.backends.cuda.cudnn_sdp_enabled()
     with (
         engine.pool.sequence(list(range(40))) as sequence,
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiled,
     ):
         engine.score(sequence, chain(39, range(9), ""))
         torch.cuda.synchronize()
     kernels = {event.key for event in profiled.key_averages()}
-    assert len(kernels) > 5
+    assert [name for name in kernels if "fmha" in name]  # torch's attention that keeps no scores
     assert not [name for name in kernels if name in ("product", "gated", "gate") or "cudnn" in name]
     assert torch.backends.cuda.cudnn_sdp_enabled() == used
+    assert model.norm == "norm"  # what such a forward shows
 
 
 METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=3, ngram=3, guesses=4))

@@ -131,14 +131,14 @@ class HFModel:
     def norm(self) -> str:
         """The name, within the decoder, of what stands between the last layer and the output head."""
         read: list[torch.Tensor] = []
-        hook = self._mirror.get_output_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0]))
         pool = Pool(self.device, capacity=16)
-        try:
-            with pool.sequence([1, 2, 3]) as sequence:
-                rows = pool.place(sequence, chain(3, (), ""))
-                left = self.forward(pool, rows, logits=1).hidden[None, -1:]
-        finally:
-            hook.remove()
+        with self._products.at_rest(), pool.sequence([1, 2, 3]) as sequence:
+            head = self._mirror.get_output_embeddings()
+            hook = head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+            try:
+                left = self.forward(pool, pool.place(sequence, chain(3, (), "")), logits=1).hidden[None, -1:]
+            finally:
+                hook.remove()
         with self._functions():
             for name, child in self._mirror.get_decoder().named_children():
                 if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
@@ -331,13 +331,15 @@ def attend(
             return attend_exactly(query, key, value, attention_mask, scale, softcap or 0.0), None
         mixed = torch.ops.outpace.slot_attention(query, key, value, *attention_mask, scale, softcap or 0.0)
         return mixed, None
+    plain = softcap is None and s_aux is None
     groups = query.shape[1] // key.shape[1]
-    if softcap is None and s_aux is None:
+    if groups > 1 and (query.is_cuda or not plain):  # what torch has there besides cuDNN takes a mask or groups
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    if plain:
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1
         )
         return mixed.transpose(1, 2).contiguous(), None
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
