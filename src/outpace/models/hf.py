@@ -157,7 +157,7 @@ class HFModel:
             return nullcontext()
         parts = ExitStack()
         parts.enter_context(self._products.at_rest())
-        parts.enter_context(_without_cudnn())
+        parts.enter_context(without_cudnn())
         return parts
 
     def room(self, position: int) -> int:
@@ -355,7 +355,7 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 @contextmanager
-def _without_cudnn() -> Iterator[None]:
+def without_cudnn() -> Iterator[None]:
     """Attention not by cuDNN, which makes a plan for each number of keys, in more time than a layer takes."""
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
