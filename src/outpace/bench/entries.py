@@ -20,6 +20,7 @@ from ..decoder import Decoder, Result
 from ..draft import Step
 from ..loop import decode
 from ..methods import Method
+from ..models.hf import without_cudnn
 from ..picking import Sampling
 from ..text import Ending, TextStream
 from ..trace import record, settings_of
@@ -106,7 +107,10 @@ class Ours:
 
 
 class Transformers:
-    """transformers' own `generate`, plain or with its prompt lookup. Its samples come from noise of its own."""
+    """transformers' own `generate`, plain or with its prompt lookup. Its samples come from noise of its own.
+
+    It runs without cuDNN's attention, with which it is slower.
+    """
 
     own = False
 
@@ -138,7 +142,7 @@ class Transformers:
         ends = self._decoder.ends
         pad = settings.pad_token_id if settings.pad_token_id is not None else (ends[0] if ends else 0)
         devices = [ids.device] if ids.device.type == "cuda" else []
-        with torch.random.fork_rng(devices, enabled=sampling.temperature > 0):
+        with torch.random.fork_rng(devices, enabled=sampling.temperature > 0), without_cudnn():
             if sampling.temperature > 0:
                 torch.manual_seed(sampling.seed)
             output = self._model.generate(
