@@ -356,9 +356,9 @@ def wide(arguments: argparse.Namespace) -> None:
             ready = decoder.prepare(method)
             runners[name] = lambda prompt, ready=ready: ours(decoder, ready, prompt)
     for name, options in (("generate", {}), ("prompt lookup", {"prompt_lookup_num_tokens": 10})):
-        for attention, parts in (("", nullcontext), (", no cuDNN", without_cudnn)):
-            if wanted(title := f"transformers {name}{attention}", arguments.only):
-                runners[title] = functools.partial(theirs, model, parts=parts, **options)
+        for without, attention in (("", nullcontext), (", no cuDNN", without_cudnn)):
+            if wanted(title := f"transformers {name}{without}", arguments.only):
+                runners[title] = functools.partial(theirs, model, attention=attention, **options)
     questions = spec_bench(arguments.data, arguments.each)
     seconds, tokens, steps, same, drafting, verifying = ({name: [] for name in runners} for _ in range(6))
     warm_up(decoder, [run for name, run in runners.items() if not name.startswith("transformers")], questions)
@@ -443,10 +443,10 @@ def ours(decoder: Decoder, method: Method, prompt: list[int]) -> Run:
     return Run(tokens, steps, drafting, verifying)
 
 
-def theirs(model: Any, prompt: list[int], parts: Callable[[], AbstractContextManager[None]], **options: Any) -> Run:
+def theirs(model: Any, prompt: list[int], attention: Callable[[], AbstractContextManager[None]], **options: Any) -> Run:
     ids = torch.tensor([prompt], device=DEVICE)
     mask = torch.ones_like(ids)
-    with parts():
+    with attention():
         output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
     return Run(output[0, ids.shape[1] :].tolist(), 0, 0.0, 0.0)
 

@@ -12,7 +12,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeAlias, cast
 
@@ -133,7 +133,7 @@ class HFModel:
         read: list[torch.Tensor] = []
         pool = Pool(self.device, capacity=16)
         with self._products.at_rest(), pool.sequence([1, 2, 3]) as sequence:
-            head = self._mirror.get_output_embeddings()
+            head = self._mirror.get_output_embeddings()  # the one that this forward uses on a GPU, and now on a CPU too
             hook = head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
             try:
                 left = self.forward(pool, pool.place(sequence, chain(3, (), "")), logits=1).hidden[None, -1:]
@@ -151,14 +151,14 @@ class HFModel:
         """What the mirror's functions are computed by."""
         return ExactFunctions(self.name) if self._exact else nullcontext()
 
-    def _parts(self, rows: Placed | FixedRows) -> AbstractContextManager[object]:
+    @contextmanager
+    def _parts(self, rows: Placed | FixedRows) -> Iterator[None]:
         """What computes such rows. On a GPU those that are in a new place each time do not wait for compilers."""
         if self.device.type != "cuda" or isinstance(rows, FixedRows):
-            return nullcontext()
-        parts = ExitStack()
-        parts.enter_context(self._products.at_rest())
-        parts.enter_context(without_cudnn())
-        return parts
+            yield
+            return
+        with self._products.at_rest(), without_cudnn():
+            yield
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
@@ -356,7 +356,7 @@ AttentionInterface.register(ATTENTION, attend)
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Attention not by cuDNN, which makes a plan for each number of keys, in more time than a layer takes."""
+    """Attention not by cuDNN, which makes a plan for each number of keys, in more time than a step takes."""
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -434,8 +434,8 @@ class _Gate(nn.Module):
 
     def compile(self) -> None:
         # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one. Those
-        # that add up are not chosen by timing several, so that bits are the same in every process; nor are the others,
-        # which saves time before the first step and none in it.
+        # that add up are not chosen by timing several, so that bits are the same in every process; nor are the others:
+        # that took time before the first step, and steps were no quicker for it.
         options: dict[str, Any] = {"combo_kernels": True, "deterministic": True, "triton.autotune_pointwise": False}
         self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 
-VERSION = 7  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 8  # raised whenever a runtime computes steps by other code: older curves are not believed
 
 
 class Parts(NamedTuple):
