@@ -371,6 +371,7 @@ def wide(arguments: argparse.Namespace) -> None:
                 continue
             start = time.perf_counter()
             found = run(prompt)
+            torch.cuda.synchronize()  # plain decoding leaves a step that it began ahead
             seconds[name].append(time.perf_counter() - start)
             plain = plain or found.tokens
             tokens[name].append(len(found.tokens))

@@ -101,6 +101,7 @@ class Picker:
             or sampling.presence_penalty
             or sampling.frequency_penalty
         )
+        self.takes_best = self.greedy and not self._processes  # always the token with the highest logit
 
     def choose_after(self, row: int, scores: Scores, prefix: Sequence[int], proposals: Sequence[Proposal] = ()) -> int:
         """The target's token after `row` of a draft. `prefix` is the text up to there, the row's token last."""
@@ -108,7 +109,7 @@ class Picker:
             if scores.chosen[row] == NOTHING:
                 raise InvalidLogits("the model's logits contain NaN, or every token is ruled out, on one of the ranks")
             return scores.chosen[row]
-        if self.greedy and not self._processes:
+        if self.takes_best:
             if not scores.best_logits[row] > -math.inf:
                 self._checked(scores.logits[row])
             return scores.best[row]
@@ -177,7 +178,7 @@ class Picker:
     def _process(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
         """Logits to scores: bias, penalties, the user's processors, then (unless greedy) temperature and cuts."""
         setting = self.sampling
-        if self.greedy and not self._processes:
+        if self.takes_best:
             return logits
         scores = logits.to(torch.float32, copy=True)
         if self._processes:

@@ -142,6 +142,7 @@ class Sequence:
     share: tuple[int, ...] | None = None  # the rows of the draft that are among them, if not all
     stable: int = 0  # so many first slots have not changed since a runtime set this
     asked: int = 0  # so many last slots wait to be computed
+    runs_on: bool = False  # the next row will be the best token after the last, and nothing else: one may begin with it
 
     @property
     def position(self) -> int:
@@ -170,6 +171,11 @@ class Pool:
     def bytes(self) -> int:
         """Memory held by keys and values."""
         return sum(part.nbytes for layer in self._layers.values() for part in layer)
+
+    @property
+    def texts(self) -> int:
+        """How many sequences there are."""
+        return len(self._living)
 
     @contextmanager
     def sequence(self, tokens: Items[int], share: bool = False) -> Iterator[Sequence]:
@@ -254,6 +260,18 @@ class Pool:
         rows = self._rows(sequence.slots, sequence.tokens[start:stop], range(start, stop), slots, among)
         sequence.slots.extend(slots)
         return rows
+
+    def after(self, rows: Rows) -> Rows | None:
+        """The row that comes after a single one, in the slot that `place` will give it. Its token is not known yet.
+
+        None if the pool must grow first.
+        """
+        if self.held == self.capacity:
+            return None
+        slots = self.allocate(1)
+        self.free(slots)
+        _, (position,), (slot,) = rows.numbers.tolist()
+        return Rows(np.array([[0], [position + 1], slots]), [*rows.text, slot], rows.among, self)
 
     def extend(self, sequence: Sequence) -> None:
         """Give a slot to one more row of a drafted chain."""

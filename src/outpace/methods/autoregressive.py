@@ -27,6 +27,7 @@ class Autoregressive(Method):
         return True  # every rank computes the one row
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        sequence.runs_on = picker.takes_best
         return _Drafter(engine, sequence, picker)
 
 

@@ -9,6 +9,9 @@ bit those of plain decoding in the same mode. Where a device computes products o
 many, there is one size for that.
 
 Rows of several texts go in one graph too, by graphs made for that. Not in exact mode: there texts take turns.
+
+Plain greedy decoding of one text needs nothing from here between two steps. So the next step is begun, with the best
+token where it lies on the device, before that token is read here.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class GraphEngine(Engine):
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
         self._texts = torch.zeros(LINES, 0, dtype=torch.long)  # on the device: lists of slots
         self._readers: list[Sequence | None] = []  # whose
+        self._running: _Running | None = None  # the step that is computed ahead
 
     @property
     def most_rows(self) -> int:
@@ -90,6 +94,11 @@ class GraphEngine(Engine):
         self._make_storage(rows)
         self._update_texts([(sequence, rows)], [0])
         whole = start == 0 and stop is None
+        running, self._running = self._running, None
+        if whole and sequence.runs_on and len(rows) == logits == self.pool.texts == 1:
+            output = self._run_on(sequence, rows, running)
+            if output is not None:
+                return output
         if whole and self.exact:
             return self._compute_exactly(rows, logits)
         graph = None
@@ -108,6 +117,7 @@ class GraphEngine(Engine):
         if len(works) == 1:
             return [works[0].do()]
         start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
+        self._running = None
         self._make_storage(parts[0])
         lines = self._lines_for([work.sequence for work in works])
         self._update_texts([(work.sequence, work.rows) for work in works], lines)
@@ -123,6 +133,24 @@ class GraphEngine(Engine):
             outputs.append(answered(share, work.question))
             first += len(work.rows)
         return outputs
+
+    def _run_on(self, sequence: Sequence, rows: Rows, running: _Running | None) -> Output | None:
+        """A step of one row, and the next one begun. None where there is no graph."""
+        if running is None or not running.is_for(sequence, rows):
+            running = self._begin(sequence, rows)
+        if running is None:
+            return None
+        following = self.pool.after(rows) if self.model.room(rows.numbers[1, 0]) else None
+        if following is not None:
+            self._running = self._begin(sequence, following, running)
+        return running.output()
+
+    def _begin(self, sequence: Sequence, rows: Rows, before: _Running | None = None) -> _Running | None:
+        """Have one row computed. Behind a step that may not be done yet, its token is the best of that one."""
+        self._update_texts([(sequence, rows)], [0])
+        token = None if before is None else before.graph.found[0, :1]
+        graph = self._launch([rows], [0], (0, None), None, None, token)
+        return None if graph is None else _Running(sequence, rows, graph, before)
 
     def _compute_exactly(self, rows: Rows, logits: int) -> Output:
         """In parts, where there are more rows than the graph takes. A row's ancestors are never in a later part."""
@@ -180,8 +208,12 @@ class GraphEngine(Engine):
         layers: tuple[int, int | None],
         hidden: torch.Tensor | None,
         question: Question | None,
+        token: torch.Tensor | None = None,
     ) -> _Graph | None:
-        """A graph that has computed the rows; None where there is none for so many."""
+        """A graph that has computed the rows; None where there is none for so many.
+
+        `token` [1], on the device, takes the place of the first row's.
+        """
         count = sum(map(len, parts))
         texts = 0 if len(parts) == 1 else next(texts for texts in TEXTS if texts >= len(parts))
         while size := next((size for size in self.sizes if size >= count), 0):
@@ -193,7 +225,7 @@ class GraphEngine(Engine):
                     graph.launch_packed(parts, lines)
                 else:
                     (rows,) = parts
-                    graph.launch(rows.numbers, rows.tails() if self.exact else rows.bits(), len(rows.text))
+                    graph.launch(rows.numbers, rows.tails() if self.exact else rows.bits(), len(rows.text), token)
                 return graph
             except _NoGraph as error:  # noqa: PERF203 (at most once for each size)
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
@@ -265,7 +297,9 @@ class GraphEngine(Engine):
             places += range(line * capacity + start, line * capacity + len(rows.text))
             slots += rows.text[start:]
             sequence.stable = max(start, len(rows.text))
-        if slots and lines == [0]:
+        if len(slots) == 1:  # without waiting for the device
+            self._texts.view(-1)[places[0]].fill_(slots[0])
+        elif slots and lines == [0]:
             self._texts[0, places[0] : places[-1] + 1].copy_(torch.tensor(slots))
         elif slots:
             both = torch.tensor([places, slots]).to(self.pool.device)
@@ -445,11 +479,14 @@ class _FixedStep:
         self._tiles[:, : len(tiles)] = np.array(tiles).T
         self._tree[:] = _bits(among)
 
-    def launch(self, numbers: Numbers, tree: Numbers, past: int) -> None:
-        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
+    def launch(self, numbers: Numbers, tree: Numbers, past: int, token: torch.Tensor | None = None) -> None:
+        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot.
+
+        `token` [1], on the device, takes the place of the first row's.
+        """
         self._wait()
         self._fill(numbers, tree, past)
-        self._go()
+        self._go(token)
 
     def launch_packed(self, parts: list[Rows], lines: list[int]) -> None:
         """The same with rows of several texts. `lines` says where the lists of their slots are."""
@@ -462,10 +499,12 @@ class _FixedStep:
         if self._copied:
             self._copied.synchronize()
 
-    def _go(self) -> None:
+    def _go(self, token: torch.Tensor | None = None) -> None:
         self._box.copy_(self._host, non_blocking=True)
         if self._copied:
             self._copied.record()
+        if token is not None:
+            self.rows.tokens[:1].copy_(token)
         if self._graph is None:
             self.compute()
         else:
@@ -525,6 +564,37 @@ class _Graph(_FixedStep):
         last = slice(first + count - logits, first + count)
         best = (self.found if found is None else found)[:, last]
         return Output(self.output.logits[last], self.output.hidden[rows], best, self.answer)
+
+
+class _Running:
+    """A step of one row that the device computes, or has computed."""
+
+    def __init__(self, sequence: Sequence, rows: Rows, graph: _Graph, before: _Running | None) -> None:
+        self.graph = graph
+        self._sequence = sequence
+        self._rows = rows
+        self._token = None if before is None else before._found  # what is found there is the token here
+        # The next launch does not touch these. Nothing waits for the device here.
+        self._found: torch.Tensor = graph.found.to("cpu", non_blocking=True)[:, :1]
+        self._done: Any = None
+        if graph.on_gpu:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+        self._output = _copy(graph.share(1, 1))
+
+    def is_for(self, sequence: Sequence, rows: Rows) -> bool:
+        """Whether this is what the row asks for. By now the step before is done."""
+        same = self._sequence is sequence and self._rows.text == rows.text
+        numbers = self._rows.numbers.tolist()
+        if self._token is not None:
+            numbers[0] = [int(self._token[0, 0])]
+        return same and rows.numbers.tolist() == numbers
+
+    def output(self) -> Output:
+        """What was computed; waits for it."""
+        if self._done:
+            self._done.synchronize()
+        return self._output._replace(found=self._found)
 
 
 class _HeadStep(_FixedStep):
