@@ -80,7 +80,7 @@ def test_plain_greedy_decoding_is_one_step_ahead(exact_rows: int, monkeypatch: p
         "greedy": (Sampling(), Autoregressive(), 12),
         "sampled": (Sampling(temperature=0.8), Autoregressive(), 11),
         "biased": (Sampling(logit_bias={7: 0.5}), Autoregressive(), 11),
-        "drafted": (Sampling(), Jacobi(window=0), 11),
+        "no guesses": (Sampling(), Jacobi(window=0), 12),
     }
     for name, (sampling, method, steps) in cases.items():
         launched.clear()

@@ -22,6 +22,7 @@ from ..models.best import find_best
 from ..picking import Picker
 from ..pool import Pool, Sequence
 from ..runtime.plain import Asking, Engine, Question, alone
+from .autoregressive import Autoregressive
 from .base import Drafter, Method, Size
 from .headed import Ready, shipped
 from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
@@ -100,7 +101,7 @@ class AdaDecode(Method):
         )
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        return _Drafter(self.heads.heads, *self._control(engine), engine, sequence, picker)
+        return _start(_Drafter, self.heads.heads, *self._control(engine), engine, sequence, picker)
 
     def _control(self, engine: Engine) -> tuple[tuple[int, ...], Control | None]:
         """The exits to ask, and what decides when guesses leave there; None where they should not at all."""
@@ -143,7 +144,7 @@ class UnverifiedAdaDecode(AdaDecode):
     lossless = False
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        return _Believer(self.heads.heads, *self._control(engine), engine, sequence, picker)
+        return _start(_Believer, self.heads.heads, *self._control(engine), engine, sequence, picker)
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class SelfSpeculative(Method):
         exits = (self.exit,)
         heads = original_exits(exits, engine.model.width)
         control = Fixed(1, 0.0, self.length) if self.length else None
-        return _Drafter(heads, exits, control, engine, sequence, picker)
+        return _start(_Drafter, heads, exits, control, engine, sequence, picker)
 
 
 class Asked(NamedTuple):
@@ -195,7 +196,7 @@ class _Drafter(Drafter):
         self,
         heads: ExitHeads,
         exits: tuple[int, ...],
-        control: Control | None,
+        control: Control,
         engine: Engine,
         sequence: Sequence,
         picker: Picker,
@@ -217,7 +218,7 @@ class _Drafter(Drafter):
         self.stairs = None
         self.asked = []
         # The first step reads the prompt, through all layers, and guesses nothing.
-        if self.control is None or len(self.sequence.slots) < self.sequence.position:
+        if len(self.sequence.slots) < self.sequence.position:
             return chain(text[-1], (), "")
         most = min(self.control.most, room)
         stairs = self.stairs = Staircase(self.engine, self.sequence, most + 1)
@@ -266,12 +267,27 @@ class _Drafter(Drafter):
         return super().score(draft) if self.stairs is None else self.stairs.finish()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
-        if self.stairs is None or self.control is None:
+        if self.stairs is None:
             return
         for row, exit_, confidence, token in self.asked:
             if row < len(verdict.tokens):  # what follows a wrong guess says nothing
                 self.control.learn(exit_, confidence, token == verdict.tokens[row])
         self.control.end(len(verdict.tokens))
+
+
+def _start(
+    kind: type[_Drafter],
+    heads: ExitHeads,
+    exits: tuple[int, ...],
+    control: Control | None,
+    engine: Engine,
+    sequence: Sequence,
+    picker: Picker,
+) -> Drafter:
+    """A drafter of this kind; of plain decoding, where nothing should leave early."""
+    if control is None:
+        return Autoregressive().start(engine, sequence, picker)
+    return kind(heads, exits, control, engine, sequence, picker)
 
 
 def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from ..draft import Draft, Scores, Verdict, chain
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
+from .autoregressive import Autoregressive
 from .base import Drafter, Method, Size
 
 
@@ -33,6 +34,8 @@ class Jacobi(Method):
         return False
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        if not self.window:
+            return Autoregressive().start(engine, sequence, picker)
         return _Drafter(self, engine, sequence, picker)
 
 
