@@ -9,16 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from outpace.models import gated
+from outpace.models import gated, launching
 from outpace.models.fusing import Fusion
 from outpace.models.products import Products
 
-from .test_attention import DEVICE, attention
-from .test_narrow import DTYPE, numbers
+from .test_attention import DEVICE
+from .test_narrow import CAPABLE, DTYPE, by_descriptors, numbers
 
-CAPABLE = gated.can_run(torch.device(DEVICE))
 on_gpu = pytest.mark.skipif(not CAPABLE, reason="needs an H100 or later")
-by_kernel = pytest.mark.skipif(not CAPABLE and not attention.INTERPRET, reason="no such GPU, and not interpreted")
 
 
 class MLP(nn.Module):
@@ -65,7 +63,7 @@ def expected(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-@by_kernel
+@by_descriptors
 @pytest.mark.parametrize("rows", [1, 2, 11, 16, 17, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (192, 384)])
 def test_the_kernel_computes_gates_and_products(rows: int, outputs: int, inputs: int) -> None:
@@ -77,7 +75,7 @@ def test_the_kernel_computes_gates_and_products(rows: int, outputs: int, inputs:
     torch.testing.assert_close(found.double(), expected(states, weight), rtol=rounding, atol=1e-3)
 
 
-@by_kernel
+@by_descriptors
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 64), (3, 1024), (2, 1500)])
 def test_gates_of_products(rows: int, outputs: int) -> None:
     torch.manual_seed(rows)
@@ -89,16 +87,16 @@ def test_gates_of_products(rows: int, outputs: int) -> None:
     assert gated.gate(products[:, :0]).shape == (1, 0, outputs)
 
 
-@by_kernel
+@by_descriptors
 def test_programs_are_large_where_they_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     states, weight = numbers(5, 128).to(DTYPE), (numbers(2 * 384, 128) / 8).to(DTYPE)
     small = gated.launch(states, weight)
-    monkeypatch.setattr(gated, "device_of", lambda _: (3, attention.device_of(states.device)[1]))
+    monkeypatch.setattr(gated, "device_of", lambda _: (3, launching.device_of(states.device)[1]))
     torch.testing.assert_close(gated.launch(states, weight), small)
 
 
-@by_kernel
+@by_descriptors
 def test_a_row_has_the_same_bits_beside_a_few_others() -> None:
     torch.manual_seed(0)
     states, weight = numbers(gated.FEW_ROWS, 256).to(DTYPE), (numbers(256, 256) / 8).to(DTYPE)
@@ -111,8 +109,8 @@ def test_small_and_old_gpus_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     for capability, memory, works in (((9, 0), 232448, True), ((12, 0), 101376, False), ((8, 0), 232448, False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        monkeypatch.setattr(gated, "device_of", lambda _, found=memory: (132, found))
-        assert gated.can_run(gpu) == works
+        monkeypatch.setattr(launching, "device_of", lambda _, found=memory: (132, found))
+        assert launching.fetches_tiles(gpu) == works
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ def test_mlps_are_replaced_and_put_back(rows: int) -> None:
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this device were for the kernel, which is not run."""
-    monkeypatch.setattr(gated, "can_run", lambda _: True)
+    monkeypatch.setattr(gated, "fetches_tiles", lambda _: True)
 
 
 @pytest.mark.usefixtures("_everywhere")

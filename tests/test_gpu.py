@@ -15,8 +15,9 @@ from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
 from outpace.methods import METHODS as METHODS_BY_NAME
 from outpace.models import attention
-from outpace.models.gated import GatedMLP, can_run
+from outpace.models.gated import GatedMLP
 from outpace.models.hf import HFModel, _disagreement
+from outpace.models.launching import fetches_tiles
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
@@ -99,10 +100,27 @@ def test_products_of_our_own_change_no_more_than_rounding_does() -> None:
     model.fuse()
     model.replace_products()
     joined = any(isinstance(module, GatedMLP) for module in model._mirror.modules())
-    assert joined == can_run(model.device)
+    assert joined == fetches_tiles(model.device)
     engine = GraphEngine(model, capacity=128)
     for rows in (6, 20, 50, 100, 200, 300):
         assert _disagreement(in_a_tree(engine, prompt, answer, rows, rng), expected) < 0.05
+
+
+def test_a_step_has_the_same_bits_every_time() -> None:
+    """Kernels that start before those before them are done must wait for what they read."""
+    engine = engine_for(HFModel(small_llama(torch.bfloat16)), "graphs")
+    rng = random.Random(0)
+    prompt = rng.choices(range(2048), k=300)
+    for rows in (1, 20, 50, 100):
+        draft, _ = hidden_path(prompt[-1], [], rows, rng)
+        found = []
+        with engine.pool.sequence(prompt) as sequence:
+            for _ in range(50):
+                found.append(engine.score(sequence, draft).logits.clone())
+                engine.pool.free(sequence.drafted[-rows:])
+                sequence.slots += sequence.drafted[:-rows]
+                sequence.drafted = []
+        assert all(torch.equal(logits, found[1]) for logits in found[2:])
 
 
 def test_a_forward_without_a_graph_waits_for_no_compiler_and_plans_no_attention() -> None:

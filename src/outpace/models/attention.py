@@ -15,10 +15,11 @@ blocks a row has depends on its position alone, and so does what `merge` makes o
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
+
+from .launching import SPARE, device_of, early
 
 
 class SlotLists(NamedTuple):
@@ -44,7 +45,6 @@ HEADS = 16  # the most query heads of one key head in a tile
 CHUNK = 32  # the most splits that are merged at a time
 WARPS = 4
 STAGES = 3  # blocks of keys and values that are on their way or at work, where there is shared memory for them
-SPARE = 4096  # bytes of it for other things
 # Positions that one program walks in exact mode, up to TURN and from there on: bits depend on it, and on EXACT_CHUNK.
 FINE, COARSE, TURN = 128, 256, 2048
 EXACT_CHUNK = 16
@@ -162,6 +162,7 @@ def _launch(
         "INDEX": language.int32 if furthest < 2**31 else language.int64,
         "num_warps": WARPS,
         "num_stages": max(1, min(stages, STAGES)),
+        **early(query.device),
     }
     strides = (query.stride(1), query.stride(2), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2))
     tree, line = (lists.tree, lists.tree.stride(0)), lists.text.stride(0)
@@ -199,6 +200,7 @@ def _launch(
         PADDED=padded,
         CHUNK=chunk,
         num_warps=2 if chunk == CHUNK else 1,
+        **early(query.device),
     )
     return mixed
 
@@ -206,12 +208,3 @@ def _launch(
 def exact_splits(length: int) -> int:
     """How many splits so many positions have in exact mode."""
     return -(-min(length, TURN) // FINE) + -(-max(length - TURN, 0) // COARSE)
-
-
-@functools.cache
-def device_of(device: torch.device) -> tuple[int, int]:
-    """Its multiprocessors, and the shared memory in bytes that one program may have."""
-    if device.type != "cuda":
-        return 132, 1 << 18  # for the interpreter: as an H200
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from .. import draft
+from .launching import early
 
 PART = 4096  # logits that one program looks through
 
@@ -40,8 +41,9 @@ def launch(logits: torch.Tensor) -> torch.Tensor:
     parts = cdiv(width, PART)
     found = torch.empty(2, rows, dtype=torch.float64, device=logits.device)
     highest = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
-    kernels.highest[(rows, parts)](logits.contiguous(), highest, width, PART=PART)
-    kernels.best[(rows,)](highest, found, rows, parts, PARTS=next_power_of_2(parts), num_warps=1)
+    kernels.highest[(rows, parts)](logits.contiguous(), highest, width, PART=PART, **early(logits.device))
+    whole = next_power_of_2(parts)
+    kernels.best[(rows,)](highest, found, rows, parts, PARTS=whole, num_warps=1, **early(logits.device))
     return found
 
 

@@ -13,12 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .attention import SPARE, device_of
 from .fusing import Part
+from .launching import SPARE, device_of, early, fetches_tiles
 
 CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-CAPABILITY = 9  # of GPUs that know descriptors
-MEMORY = 200_000  # bytes of shared memory: with less there is too little on its way at a time
 MOST_ROWS = 128  # beyond, cuBLAS is quicker
 FEW_ROWS = 32
 OUTPUTS = 64  # of one program, and as many gates
@@ -49,21 +47,13 @@ def fits(mlp: Any) -> bool:
         return False
     whole = gate.joined.whole
     return (
-        can_run(whole.weight.device)
+        fetches_tiles(whole.weight.device)
         and whole.weight.dtype in (torch.bfloat16, torch.float16)
         and whole.bias is None
         and len(whole.weight) % (2 * OUTPUTS) == 0
         and whole.weight.shape[1] % (2 * BLOCK) == 0
         and is_gated(mlp)
     )
-
-
-def can_run(device: torch.device) -> bool:
-    """Whether the kernel is for this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < CAPABILITY:
-        return False
-    _, memory = device_of(device)
-    return memory >= MEMORY
 
 
 @torch.inference_mode()
@@ -110,12 +100,13 @@ def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     kernels.gated[(outputs // each,)](
         TensorDescriptor.from_tensor(rows, [tile, block]),
         TensorDescriptor.from_tensor(weight, [each, block]),
-        *(product, len(rows), inputs, outputs),
+        *(product, weight, len(rows), inputs, outputs),
         TILE=tile,
         OUTPUTS=each,
         BLOCK=block,
         num_warps=4,
         num_stages=max(1, min(fitting, STAGES)),
+        **early(states.device),
     )
     return product
 

@@ -29,6 +29,7 @@ from .attention import SlotLists
 from .compiling import compile_together
 from .exact import ExactFunctions, Seen, attend_exactly, seen_by
 from .fusing import Fusion
+from .gated import GatedMLP
 from .products import Products
 from .products import load as load_operators
 
@@ -437,6 +438,9 @@ class _Gate(nn.Module):
         # that add up are not chosen by timing several, so that bits are the same in every process; nor are the others:
         # that took time before the first step, and steps were no quicker for it.
         options: dict[str, Any] = {"combo_kernels": True, "deterministic": True, "triton.autotune_pointwise": False}
+        # Where our products start early, they start early too.
+        if any(isinstance(part, GatedMLP) for part in self.layer.modules()):
+            options["triton.enable_pdl"] = True
         self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
 
     def __getattr__(self, name: str) -> Any:

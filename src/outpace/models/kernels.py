@@ -15,6 +15,25 @@ BOXED = ["length", "positions", "slots", "tree", "whose", "tiles"]
 
 
 @triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Until the kernel before is done, which still runs where this one was started EARLY. Then the next may start."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _fetch(weights, row, start, width, EARLY: tl.constexpr):
+    """Have EARLY lines (of 64 numbers) of these rows of weights, from `start` on, brought to the cache."""
+    if EARLY:
+        place = row[:, None] * width + tl.minimum(start + tl.arange(0, EARLY) * 64, width - 1)[None, :]
+        address = (weights + place).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _scores(query, key, factor, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     scores = tl.dot(query, key, input_precision=PRECISION) * factor
     if SOFTCAP > 0:
@@ -97,13 +116,14 @@ def part(
     rows, heads, splits, text_splits, walk, factor, whose, tiles, text_line, tile_count,
     TILE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows.
 
     PACKED: the rows are of several texts, and tables say which this tile has. It does one of PARTS of them.
     A split that the text does not reach has a peak of minus infinity, and no sums.
     """
+    _wait(EARLY)
     unit, split = tl.program_id(1), tl.program_id(2)
     first_row = tl.program_id(0) * (TILE // GROUP)
     row_stop = rows
@@ -164,8 +184,12 @@ def part(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def merge(sums, peaks, mixed, rows, heads, splits, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr):
+def merge(
+    sums, peaks, mixed, rows, heads, splits,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One row and head: all its splits as one softmax."""
+    _wait(EARLY)
     row, head = tl.program_id(0), tl.program_id(1)
     part = tl.arange(0, PADDED)
     peak = float("-inf")
@@ -314,6 +338,7 @@ def exact_part(
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What `part` does, in parts that depend on a row's position alone.
 
@@ -321,6 +346,7 @@ def exact_part(
     Where these are of the text alone, a program does one of them for a tile of rows: first the blocks, then the splits.
     What is left of a row is done by a program for each row.
     """
+    _wait(EARLY)
     unit, job = tl.program_id(1), tl.program_id(2)
     past = tl.load(length).to(tl.int32)
     border = past // BLOCK * BLOCK  # up to here all rows see the same blocks
@@ -345,7 +371,7 @@ def exact_part(
 @triton.jit(do_not_specialize=["count"])
 def product(
     states, weights, bias, product, count, inputs, outputs,
-    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Up to TILE rows by the weights of OUTPUTS outputs, plus their bias if it is not None."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -353,6 +379,8 @@ def product(
     place = tl.arange(0, BLOCK)
     real = (row < count)[None, :]
     total = tl.zeros([OUTPUTS, TILE], tl.float32)
+    _fetch(weights, output, 0, inputs, EARLY)
+    _wait(EARLY)
     for start in range(0, inputs, BLOCK):
         weight = tl.load(weights + output[:, None] * inputs + (start + place)[None, :])
         value = tl.load(states + row[None, :] * inputs + (start + place)[:, None], mask=real, other=0.0)
@@ -360,6 +388,42 @@ def product(
     if bias is not None:
         total += tl.load(bias + output)[:, None]
     tl.store(product + row[None, :] * outputs + output[:, None], total, mask=real)
+
+
+@triton.jit(do_not_specialize=["count"])
+def split_product(
+    states, weights, bias, parts, first_weight, count, inputs, outputs, walk,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The same over `walk` of the inputs: one of the parts that `add_up` adds up, or all where there is one part.
+
+    States and weights are descriptors; what is missing of TILE rows they fill with zeros.
+    """
+    first, part = tl.program_id(0) * OUTPUTS, tl.program_id(1)
+    row, output = tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
+    total = tl.zeros([OUTPUTS, TILE], tl.float32)
+    _fetch(first_weight, output, part * walk, inputs, EARLY)
+    _wait(EARLY)
+    for start in range(part * walk, tl.minimum((part + 1) * walk, inputs), BLOCK):
+        total = tl.dot(weights.load([first, start]), states.load([0, start]).T, total)
+    if bias is not None:
+        total += tl.load(bias + output)[:, None]
+    place = parts + (part * count + row[None, :]) * outputs + output[:, None]
+    tl.store(place, total, mask=(row < count)[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_up(parts, bias, product, count, splits, outputs, PIECE: tl.constexpr, EARLY: tl.constexpr):
+    """A piece of a row: all its parts, plus the bias if it is not None."""
+    _wait(EARLY)
+    row, place = tl.program_id(0), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    there = place < outputs
+    total = tl.zeros([PIECE], tl.float32)
+    for part in range(splits):
+        total += tl.load(parts + (part * count + row) * outputs + place, mask=there)
+    if bias is not None:
+        total += tl.load(bias + place, mask=there)
+    tl.store(product + row * outputs + place, total, mask=there)
 
 
 @triton.jit
@@ -370,7 +434,8 @@ def _gate(gate, total):
 
 @triton.jit(do_not_specialize=["count"])
 def gated(
-    states, weights, product, count, inputs, outputs, TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr
+    states, weights, product, first_weight, count, inputs, outputs,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Up to TILE rows by the weights of OUTPUTS gates and of OUTPUTS outputs, which SiLU of the gates multiplies.
 
@@ -379,6 +444,9 @@ def gated(
     first = tl.program_id(0) * OUTPUTS
     gate = tl.zeros([OUTPUTS, TILE], tl.float32)
     total = tl.zeros([OUTPUTS, TILE], tl.float32)
+    _fetch(first_weight, first + tl.arange(0, OUTPUTS), 0, inputs, EARLY)
+    _fetch(first_weight, outputs + first + tl.arange(0, OUTPUTS), 0, inputs, EARLY)
+    _wait(EARLY)
     for start in range(0, inputs, BLOCK):
         value = states.load([0, start]).T
         gate = tl.dot(weights.load([first, start]), value, gate)
@@ -400,8 +468,9 @@ def gate(products, gated, outputs, PIECE: tl.constexpr):
 
 
 @triton.jit
-def highest(logits, highest, width, PART: tl.constexpr):
+def highest(logits, highest, width, PART: tl.constexpr, EARLY: tl.constexpr):
     """The highest logit of a part of a row, and its place, as one number: of two such numbers the higher is better."""
+    _wait(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
     place = part * PART + tl.arange(0, PART)
     logit = tl.load(logits + row.to(tl.int64) * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
@@ -413,8 +482,9 @@ def highest(logits, highest, width, PART: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def best(highest, found, rows, parts, PARTS: tl.constexpr):
+def best(highest, found, rows, parts, PARTS: tl.constexpr, EARLY: tl.constexpr):
     """The best of a row's parts: its place, and the logit."""
+    _wait(EARLY)
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     number = tl.max(tl.load(highest + row * parts + part, mask=part < parts, other=-(1 << 63)), 0)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 
-VERSION = 8  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 9  # raised whenever a runtime computes steps by other code: older curves are not believed
 
 
 class Parts(NamedTuple):
