@@ -29,7 +29,7 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -169,14 +169,20 @@ def score_time(engine: Engine, rows: int, length: int, repeats: int = 20) -> flo
 
 
 def profile(engine: GraphEngine, rows: int, length: int) -> None:
+    """What each kernel adds to a step. One that starts early does not count until the one before it is done."""
     graph = engine._graph(next(size for size in engine.sizes if size >= rows), length)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         graph._graph.replay()
         torch.cuda.synchronize()
+    added: dict[str, list[float]] = defaultdict(list)
+    done = 0.0
+    for event in sorted(prof.events(), key=lambda event: event.time_range.end):
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            added[event.name].append(event.time_range.end - max(done, event.time_range.start))
+            done = event.time_range.end
     table = Table("kernel", "times", "µs each", "µs")
-    for event in sorted(prof.key_averages(), key=lambda event: -event.device_time_total)[:16]:
-        each = event.device_time_total / event.count
-        table.add_row(event.key[:60], str(event.count), f"{each:.1f}", f"{event.device_time_total:.0f}")
+    for name, times in sorted(added.items(), key=lambda item: -sum(item[1]))[:16]:
+        table.add_row(name[:60], str(len(times)), f"{statistics.mean(times):.1f}", f"{sum(times):.0f}")
     CONSOLE.print(f"the kernels of a step of {rows} rows", table)
 
 
