@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from outpace.models import gated, launching
 from outpace.models.fusing import Fusion
+from outpace.models.hf import HFModel
 from outpace.models.products import Products
 
+from .conftest import build
 from .test_attention import DEVICE
 from .test_narrow import CAPABLE, DTYPE, by_descriptors, numbers
 
@@ -171,3 +173,26 @@ def test_a_second_engine_finds_nothing_more_to_replace() -> None:
     assert products.replace(owner) == count
     assert owner["mlp"] is found
     assert isinstance(found.mlp, MLP)
+
+
+@pytest.mark.usefixtures("_everywhere")
+@pytest.mark.parametrize(
+    ("name", "options", "early"),
+    [
+        ("Llama", {}, True),
+        ("Gemma2", {}, False),  # gated, but not by SiLU
+        ("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 128}, False),  # a gated one among others
+    ],
+)
+def test_what_torch_compiles_starts_early_beside_gated_mlps_of_ours(
+    name: str, options: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+    model = HFModel(build(name, sizes | options, 0, torch.bfloat16), check=False)
+    model.fuse()
+    model.replace_products()
+    assert any(isinstance(module, gated.GatedMLP) for module in model._mirror.modules()) == (name != "Gemma2")
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda _, options, **__: asked.append(options))
+    model._gates[0].compile()
+    assert asked[0].get("triton.enable_pdl", False) == early

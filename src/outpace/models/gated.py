@@ -39,7 +39,7 @@ class GatedMLP(nn.Module):
 
 
 def fits(mlp: Any) -> bool:
-    """Whether the kernel takes it: 16 bits, on such a GPU, gate and up joined, whole blocks, and this very function."""
+    """Whether the kernel takes it: what `narrow` takes, on such a GPU, gate and up joined, and this very function."""
     if set(mlp._modules) != CHILDREN or mlp._forward_hooks or mlp._forward_pre_hooks:
         return False
     gate, up = mlp.gate_proj, mlp.up_proj
@@ -52,6 +52,7 @@ def fits(mlp: Any) -> bool:
         and whole.bias is None
         and len(whole.weight) % (2 * OUTPUTS) == 0
         and whole.weight.shape[1] % (2 * BLOCK) == 0
+        and whole.weight.numel() < 2**31
         and is_gated(mlp)
     )
 

@@ -438,8 +438,8 @@ class _Gate(nn.Module):
         # that add up are not chosen by timing several, so that bits are the same in every process; nor are the others:
         # that took time before the first step, and steps were no quicker for it.
         options: dict[str, Any] = {"combo_kernels": True, "deterministic": True, "triton.autotune_pointwise": False}
-        # Where our products start early, they start early too.
-        if any(isinstance(part, GatedMLP) for part in self.layer.modules()):
+        # Between kernels of ours that start early they do so too; not in layers of other kinds (`docs/design.md`).
+        if any(isinstance(child, GatedMLP) for child in self.layer.children()):
             options["triton.enable_pdl"] = True
         self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
 
