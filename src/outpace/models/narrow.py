@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from .launching import SPARE, device_of, early, fetches_tiles
 
-FEW_ROWS, MOST_ROWS = 32, 128  # beyond, cuBLAS is as quick or quicker
+FEW_ROWS = 32
+MOST_ROWS = 128  # beyond, cuBLAS is as quick or quicker
 OUTPUTS = 64  # of one program; of some twice as many
 BLOCK = 128  # inputs at a time; of those half as many
 STAGES = 6  # blocks that are on their way or at work
@@ -91,14 +92,14 @@ def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def shares(outputs: int, inputs: int, processors: int) -> tuple[int, int]:
-    """How many outputs a program has, and how many programs share their inputs. None do where too few would be busy."""
-    choices = []
-    for each in (OUTPUTS, 2 * OUTPUTS):
-        if outputs % each == 0:
-            splits = min(processors // (outputs // each), inputs // INPUTS)
-            choices.append((outputs // each * splits, -each, splits))
-    busy, each, splits = max(choices)
-    return -each, splits if busy >= BUSY * processors else 0
+    """How many outputs a program has, and how many programs share their inputs: 0 where too few would be busy."""
+    choices = [
+        (each, min(processors * each // outputs, inputs // INPUTS))
+        for each in (OUTPUTS, 2 * OUTPUTS)
+        if outputs % each == 0
+    ]
+    each, splits = max(choices, key=lambda choice: outputs // choice[0] * choice[1])
+    return each, splits if outputs // each * splits >= BUSY * processors else 0
 
 
 def launch_split(
