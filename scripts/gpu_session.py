@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import outpace
 from measure import assemble, record, same_bits, spec_bench, written_together
 from outpace import (
     AdaDecode,
@@ -207,6 +208,7 @@ def samples(seconds: Counter[tuple[str, str]], every: float = 0.01) -> Iterator[
         taker.join()
 
 
+OURS = str(Path(outpace.__file__).parent)
 LIBRARIES = (
     *("<frozen importlib", "triton/", "torch/_inductor/", "torch/_functorch/", "torch/_dynamo/"),
     *("torch/", "transformers/"),
@@ -216,7 +218,7 @@ LIBRARIES = (
 def whereabouts(frame: Any) -> tuple[str, str]:
     """The innermost function of ours in a stack of frames, and the first of LIBRARIES that is at work within it."""
     inner: list[str] = []
-    while frame is not None and "/outpace/" not in (file := frame.f_code.co_filename):
+    while frame is not None and not (file := frame.f_code.co_filename).startswith(OURS):
         inner.append(file.rpartition("-packages/")[2])
         frame = frame.f_back
     library = next((name for name in LIBRARIES if any(file.startswith(name) for file in inner)), "")

@@ -62,7 +62,7 @@ def in_threads(count: int, work: Callable[[Ranks], Any]) -> list[Any]:
     return results
 
 
-def in_processes(count: int, work: Callable[..., Any], *arguments: Any, wait: float = 60.0) -> list[Any]:
+def in_processes(count: int, work: Callable[..., Any], *arguments: Any, wait: float = 300.0) -> list[Any]:
     """What `work(rank, *arguments)` returns or raises in each of `count` processes; None from a killed one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -158,7 +158,7 @@ def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch)
     assert all(pace > 0 for pace in curve.paces.values())
     assert shares == sorted(shares)
     assert shares[-1] == 1
-    assert decoder.prepare("lookahead") == Lookahead(window=15, ngram=5, guesses=15)
+    assert decoder.prepare("lookahead") == make("lookahead", costs=curve)  # whatever was measured here
 
 
 def test_drawings(tmp_path: Path) -> None:

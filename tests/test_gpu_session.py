@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from outpace import AdaDecode, Amphista, Decoder, Hydra, Medusa
 from outpace.models.hf import HFModel
@@ -53,15 +56,28 @@ def test_widened_heads_guess_the_same(session: Any, folder: Path, trained: Path,
     assert any(len(step.draft) > 1 for step in found)
 
 
-def test_samples_say_where_the_time_goes(session: Any) -> None:
-    model = HFModel(tiny("Llama"))
+def test_samples_say_where_the_time_goes(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()  # a clock that is one second further each time it is read
+    monkeypatch.setattr(session, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     spent: Counter[tuple[str, str]] = Counter()
-    start = time.perf_counter()
-    with session.samples(spent):
-        while time.perf_counter() - start < 0.5:
-            model._check()
-    assert spent.total() == pytest.approx(time.perf_counter() - start, rel=0.3)
-    assert any(function.startswith("hf.") and library == "torch/" for function, library in spent)
+    with session.samples(spent, every=0.0):
+        while not spent:
+            time.sleep(0)
+    assert spent.total() == next(ticks) - 1
+
+
+def test_whereabouts_are_a_function_of_ours_and_the_library_at_work(session: Any) -> None:
+    model, found = HFModel(tiny("Llama")), set()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.add(session.whereabouts(sys._getframe(1)))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        model._check()
+    assert ("hf.forward", "torch/") in found
+    assert session.whereabouts(None) == ("", "")
 
 
 @pytest.mark.filterwarnings("ignore:adadecode. these exits are predicted")
