@@ -65,7 +65,8 @@ from outpace.draft import Draft, chain
 from outpace.heads import Heads
 from outpace.heads.storing import read_config
 from outpace.methods.headed import Ready
-from outpace.models.hf import HFModel, without_cudnn
+from outpace.models.attention import without_cudnn
+from outpace.models.hf import HFModel
 from outpace.models.loading import load
 from outpace.pool import Pool
 from outpace.reproduce import PAPERS, stem

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from outpace import Amphista, Autoregressive, CostCurve, Decoder, InputError, ModelError, OutpaceWarning, Sampling
 from outpace.draft import Draft, chain
@@ -117,6 +118,30 @@ def test_heads_compute_at_work_what_they_were_trained_to(kind: str, settings: An
                         guess = follower.guesses()[head]
                     torch.testing.assert_close(guess, whole[head, stop - 1], rtol=1e-4, atol=1e-4)
         sequence.slots = []
+
+
+def test_heads_that_read_a_text_wait_for_no_plan_of_attention() -> None:
+    """cuDNN would make one for each number of keys."""
+    planned: list[bool] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.nn.functional.scaled_dot_product_attention:
+                planned.append(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+            return function(*args, **(kwargs or {}))
+
+    decoder, heads = Decoder(tiny("Llama")), random_heads("amphista", tiny("Llama"))
+    follower = heads.follow(decoder.model.ends(), decoder.engine.pool, decoder.model.layers)
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with decoder.engine.pool.sequence([3, 1, 4, 1, 5]) as sequence, torch.inference_mode(), Watch():
+            sequence.slots = decoder.engine.pool.allocate(4)
+            follower.feed(torch.randn(4, decoder.model.width), torch.tensor([1, 4, 1, 5]), sequence)
+        assert torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert planned == [False] * heads.settings.stages  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ from ..decoder import Decoder, Result
 from ..draft import Step
 from ..loop import decode
 from ..methods import Method
-from ..models.hf import without_cudnn
+from ..models.attention import without_cudnn
 from ..picking import Sampling
 from ..text import Ending, TextStream
 from ..trace import record, settings_of

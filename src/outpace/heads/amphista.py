@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from ..models.adapter import Ends, FixedRows
+from ..models.attention import attend_by_mask, without_cudnn
 from ..pool import Pool, Sequence
 from .base import Follower, Heads, HeadSettings, following, last_row
 from .blocks import Angles, Block, BlockShape, Memory, rotary
@@ -178,8 +179,8 @@ class _Slots(Memory):
             place.index_copy_(2, self.slots[-new:], states)
         sees = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
         keys, values = (part[:, :, self.slots] for part in stored)
-        grouped = query.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(query, keys, values, sees, enable_gqa=grouped).transpose(1, 2)
+        with without_cudnn():  # there is another number of keys each time
+            return attend_by_mask(query, keys, values, sees).transpose(1, 2)
 
 
 class _Listed(Memory):

@@ -11,13 +11,18 @@ In exact mode a row's result must have the same bits whatever tree it is in. The
 positions, in blocks and splits with borders at fixed positions, whatever slots they lie in: `kernels.exact_part` does
 the text's whole blocks for a tile of rows, and what is left row by row, down the row's own ancestors. Which splits and
 blocks a row has depends on its position alone, and so does what `merge` makes of them.
+
+`attend_by_mask` is torch's attention with a dense mask: of forwards that are no graph's, and of heads that read a text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from .launching import SPARE, device_of, early
 
@@ -48,6 +53,31 @@ STAGES = 3  # blocks of keys and values that are on their way or at work, where 
 # Positions that one program walks in exact mode, up to TURN and from there on: bits depend on it, and on EXACT_CHUNK.
 FINE, COARSE, TURN = 128, 256, 2048
 EXACT_CHUNK = 16
+
+
+def attend_by_mask(
+    query: torch.Tensor,  # [1, heads, rows, size]
+    keys: torch.Tensor,  # [1, key heads, slots, size]
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """[1, heads, rows, size] by torch."""
+    groups = query.shape[1] // keys.shape[1]
+    if groups > 1 and query.is_cuda:  # what torch has there besides cuDNN takes a mask or groups
+        keys, values, groups = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), 1
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Attention not by cuDNN, which makes a plan for each number of keys, in more time than a step takes."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def split_for(tiles: int, span: int, processors: int) -> int:

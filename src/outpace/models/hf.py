@@ -25,7 +25,7 @@ from ..draft import Draft, Tree, chain
 from ..errors import UnsupportedModel
 from ..pool import Placed, Pool
 from .adapter import Ends, FixedRows, Output, asked_rows
-from .attention import SlotLists
+from .attention import SlotLists, attend_by_mask, without_cudnn
 from .compiling import compile_together
 from .exact import ExactFunctions, Seen, attend_exactly, seen_by
 from .fusing import Fusion
@@ -332,15 +332,10 @@ def attend(
             return attend_exactly(query, key, value, attention_mask, scale, softcap or 0.0), None
         mixed = torch.ops.outpace.slot_attention(query, key, value, *attention_mask, scale, softcap or 0.0)
         return mixed, None
-    plain = softcap is None and s_aux is None
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and (query.is_cuda or not plain):  # what torch has there besides cuDNN takes a mask or groups
-        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    if plain:
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1
-        )
-        return mixed.transpose(1, 2).contiguous(), None
+    if softcap is None and s_aux is None:
+        return attend_by_mask(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -353,17 +348,6 @@ def attend(
 
 
 AttentionInterface.register(ATTENTION, attend)
-
-
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Attention not by cuDNN, which makes a plan for each number of keys, in more time than a step takes."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class _Mirror:
