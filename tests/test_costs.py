@@ -6,19 +6,22 @@ import math
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup, SelfSpeculative
+from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup, Sampling, SelfSpeculative
 from outpace.bench.calibration import calibrate
 from outpace.chart import save_accuracies, save_costs
 from outpace.draft import Tree
 from outpace.errors import InputError
 from outpace.methods import make
+from outpace.methods.lookahead import PUBLISHED
 from outpace.methods.ngrams import History
 from outpace.models.hf import HFModel
+from outpace.picking import Picker
 from outpace.runtime.calibrate import ROWS, _corners, about, measure
 from outpace.runtime.costs import Prices, load
 from outpace.runtime.graphs import GraphEngine
@@ -50,12 +53,13 @@ def test_a_draft_is_worth_its_price(text: list[int], rows: int, rises: list[floa
     price = Prices([1.0, *accumulate(rises, initial=1.1)])
     whole, priced = Tree(text[-1]), Tree(text[-1])
     history.grow(whole, rows, 6, "")
-    history.grow(priced, rows, 6, "", price=price)
+    found = history.grow(priced, rows, 6, "", price=price)
     expected = list(accumulate(chance(history, whole, row) for row in range(len(whole))))
     worth = [tokens / price(count) for count, tokens in enumerate(expected, 1)]
     assert len(priced) == 1 + worth.index(max(worth)) or max(worth) == pytest.approx(worth[len(priced) - 1])
     assert whole.tokens[: len(priced)] == priced.tokens
     assert whole.parents[: len(priced)] == priced.parents
+    assert found == pytest.approx(expected[len(priced) - 1])
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 30))
@@ -127,6 +131,40 @@ def test_sized_methods_write_the_same_text(method: object, curve: CostCurve) -> 
     expected = decoder.generate(prompt, method="autoregressive", max_new_tokens=30).token_ids
     decoder.engine.costs = curve
     assert decoder.generate(prompt, method=method, max_new_tokens=30).token_ids == expected
+
+
+@pytest.mark.parametrize("settings", [PUBLISHED, {"reach": 0}, {}])
+def test_a_single_column_offers_the_pool_as_far_as_rows_pay(settings: dict[str, Any]) -> None:
+    decoder, prompt = Decoder(tiny("Llama")), [1, 2, 3, 1, 2]
+    method = Lookahead(window=1, ngram=4, **settings)
+    expected = decoder.generate(prompt, method="autoregressive", max_new_tokens=60).token_ids
+    free = len(list(decoder.stream(prompt, method=method, max_new_tokens=60)))
+    drafted = {}
+    for name, curve in (("flat", FLAT), ("dear", CostCurve({}, (1, 2), (100,), ((1.0, 9.0),)))):
+        decoder.engine.costs = curve
+        steps = list(decoder.stream(prompt, method=method, max_new_tokens=60))
+        assert [token for step in steps for token in step.tokens] == expected
+        drafted[name] = sum(source == "n-gram" for step in steps for source in step.draft.sources)
+        assert name == "dear" or len(steps) <= free + 1  # what is likelier goes first, not what is newer
+    assert drafted["flat"] > 0
+    assert drafted["dear"] == 0
+
+
+def test_a_pool_that_is_wrong_is_believed_less() -> None:
+    decoder = Decoder(tiny("Llama"))
+    decoder.engine.costs = CostCurve({}, (1, 2), (100,), ((1.0, 1.08),))  # a guess must be right one time in twelve
+    with decoder.engine.pool.sequence([5, 7]) as text:
+        drafter: Any = Lookahead(**PUBLISHED, window=1).start(decoder.engine, text, Picker(Sampling(), 2))
+        for ngram in ([7, 1, 2, 3, 4], [7, 1, 9, 9, 9]):
+            drafter.pool.add(ngram)
+        rows = []
+        for token in (1, 1, 8, 8, 8, 8, 8, 8, 8):
+            tree = Tree(7)
+            drafter._add_guesses(tree, 100)
+            rows.append(len(tree))
+            drafter._judge([5, 7], token)
+        assert rows == sorted(rows[:3]) + sorted(rows[3:], reverse=True)
+        assert rows[2] > rows[0] > rows[-1] == 1
 
 
 def test_a_curve_is_kept_for_its_model_and_machine(tmp_path: Path) -> None:

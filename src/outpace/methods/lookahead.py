@@ -14,6 +14,7 @@ lowest row yields the next iteration, and each column with what it yields is an 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,13 @@ from ..draft import Draft, Scores, Tree, Verdict
 from ..errors import InputError
 from ..picking import Picker
 from ..pool import Sequence
+from ..runtime.costs import Prices
 from ..runtime.plain import Engine
 from .base import Drafter, Method, Size
-from .ngrams import History, NgramPool
+from .ngrams import TRUST, History, NgramPool
 
 HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
+DOUBT = 4.0  # looks into the pool that a text is thought to have begun with, right as often as TRUST says
 PUBLISHED: dict[str, Any] = {  # settings that make it the paper's, without "prompt as reference" (prompt_pool)
     "prompt_pool": False,
     "verify_window": False,
@@ -105,6 +108,10 @@ class _Drafter(Drafter):
         spine = method.window - 1 + method.ngram - 2
         self.levels: list[list[int]] = [self.random.choices(sequence.tokens, k=spine)]
         self.tips: list[int] = []  # for each column, the row that ends it
+        costs = engine.costs if method.window == 1 else None
+        self.price = costs.price if costs else None
+        # By the length of the key: how often the pool had what came next, and how often it had anything.
+        self.right, self.asked = [DOUBT * trust for trust in TRUST], [DOUBT for _ in TRUST]
 
     @property
     def full(self) -> bool:
@@ -122,16 +129,49 @@ class _Drafter(Drafter):
     def _add_guesses(self, tree: Tree, room: int) -> None:
         """Guesses from the text, then from the pool, until there are as many rows as G whole n-grams have."""
         ngram = self.method.ngram - 1
-        most = 1 + self.method.guesses * ngram
-        costs = self.engine.costs if self.method.window == 1 else None
-        price = costs.price if costs else None
-        self.history.grow(tree, most, min(self.method.reach, room), "history", floor=HISTORY_FLOOR, price=price)
-        if costs:
+        most, deepest, length = 1 + self.method.guesses * ngram, min(self.method.reach, room), min(ngram, room)
+        expected = self.history.grow(tree, most, deepest, "history", floor=HISTORY_FLOOR, price=self.price)
+        if self.price:
+            self._add_what_pays(tree, most, length, expected, self.price)
             return
         for run in self.pool.continuations(self.sequence.tokens):
             if len(tree) >= most:
                 return
-            tree.insert(self._prolonged(run, min(ngram, room)), "n-gram")
+            tree.insert(self._prolonged(run, length), "n-gram")
+
+    def _add_what_pays(self, tree: Tree, most: int, length: int, expected: float, price: Prices) -> None:
+        """Guesses from the pool, as far as they pay in a step that is expected to bring so many tokens without them."""
+        best, rows = expected / price(len(tree)), len(tree)
+        chances = self._chances(length)
+        for path in sorted(chances, key=lambda path: -chances[path]):  # the order of equals stays: parents come first
+            # No guess to come is likelier, so no number of them is worth its price.
+            if len(tree) >= most or chances[path] <= best * price.slope(len(tree)):
+                break
+            before = len(tree)
+            tree.insert(path, "n-gram")
+            expected += chances[path] * (len(tree) - before)  # what the text guesses too is there already
+            if expected / price(len(tree)) > best:
+                best, rows = expected / price(len(tree)), len(tree)
+        tree.cut(rows)
+
+    def _chances(self, length: int) -> dict[tuple[int, ...], float]:
+        """The chance of each path of up to `length` tokens that the pool has here. None is likelier than its parent.
+
+        The pool is believed as often as it was right in this text, for each length of key, longer ones first and the
+        text itself before all; its runs share that alike. Within a run each token makes the match longer: TRUST.
+        """
+        text = self.sequence.tokens
+        chances: dict[tuple[int, ...], float] = defaultdict(float)
+        belief = 1 - sum(self.history.chances(text[-self.method.longest_key :]).values())
+        for key, runs in self.pool.by_key(text):
+            trust = self.right[_place(key)] / self.asked[_place(key)]
+            for run in runs:
+                chance, path = belief * trust / len(runs), self._prolonged(run, length)
+                for depth in range(1, len(path) + 1):
+                    chances[tuple(path[:depth])] += chance
+                    chance *= TRUST[_place(key + depth)]
+            belief *= 1 - trust
+        return chances
 
     def _prolonged(self, run: Items[int], length: int) -> list[int]:
         path = list(run[:length])
@@ -154,6 +194,9 @@ class _Drafter(Drafter):
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         text, ngram = self.sequence.tokens, self.method.ngram
+        if self.price:
+            new = len(verdict.tokens)
+            self._judge(text[-new - self.method.longest_key : -new], verdict.tokens[0])
         for length in range(len(text) - len(verdict.tokens) + 1, len(text) + 1):
             self._read(text[max(0, length - ngram) : length])
         if self.method.recycle:
@@ -171,6 +214,12 @@ class _Drafter(Drafter):
         if self.method.shift == "token":
             self.levels = [_rotated(level, len(verdict.tokens) - 1) for level in self.levels]
 
+    def _judge(self, end: list[int], token: int) -> None:
+        """Count what the pool has at the end of a text that went on with `token`, whether it was drafted or not."""
+        for key, runs in self.pool.by_key(end):
+            self.asked[_place(key)] += 1
+            self.right[_place(key)] += any(run[0] == token for run in runs)
+
     def _read(self, end: list[int]) -> None:
         """Take in one token of text, the last of `end`."""
         if self.method.prompt_pool and self.method.reach:
@@ -181,6 +230,11 @@ class _Drafter(Drafter):
     def _collect(self, current: int, found: list[int]) -> None:
         columns = zip([current, *self.levels[0]], *self.levels[1:], found, strict=True)
         self.pool.add(*columns)
+
+
+def _place(match: int) -> int:
+    """Where TRUST speaks of so many tokens that match."""
+    return min(match, len(TRUST)) - 1
 
 
 def _rotated(level: list[int], places: int) -> list[int]:

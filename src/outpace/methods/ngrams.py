@@ -64,11 +64,12 @@ class History:
         gate: float = 0.0,
         branching: bool = True,
         price: Prices | None = None,
-    ) -> None:
+    ) -> float:
         """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
 
         Nothing is added where not even the first guess has the chance `gate`. Where the `price` of a step by its rows
-        is known, as many are added as give the most expected tokens for it: none, if that is best.
+        is known, as many are added as give the most expected tokens for it: none, if that is best. Returns how many
+        tokens a step with them is expected to bring.
         """
         # A heap of guesses: -chance, order, parent row, token, its depth, the end of the text before it.
         waiting: list[tuple[float, int, int, int, int, tuple[int, ...]]] = []
@@ -85,10 +86,10 @@ class History:
 
         if depth > 0:
             consider(0, 1, tuple(self._end), 1.0)
+        expected, best_rows = 1.0, len(tree)
         if waiting and -waiting[0][0] < gate:
-            return
-        expected, before = 1.0, len(tree)
-        best, best_rows = expected / price(before) if price else 0.0, before
+            return expected
+        best, best_expected = expected / price(best_rows) if price else 0.0, expected
         while waiting and len(tree) < rows:
             negative, _, parent, token, at, end = heapq.heappop(waiting)
             # No guess to come is likelier, so no number of them is worth its price.
@@ -97,13 +98,15 @@ class History:
             (row,) = tree.insert((token,), source, below=parent)
             if at < depth:
                 consider(row, at + 1, (*end, token)[-self._longest :], -negative)
+            expected -= negative
             if price:
-                expected -= negative
                 worth = expected / price(len(tree))
                 if worth > best:
-                    best, best_rows = worth, len(tree)
-        if price:
-            tree.cut(best_rows)
+                    best, best_rows, best_expected = worth, len(tree), expected
+        if not price:
+            return expected
+        tree.cut(best_rows)
+        return best_expected
 
 
 class NgramPool:
@@ -135,5 +138,11 @@ class NgramPool:
 
     def continuations(self, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Runs that followed the end of `text`: longest key first, then newest first."""
+        for _, runs in self.by_key(text):
+            yield from runs
+
+    def by_key(self, text: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+        """The same, with the length of the key that they were found by."""
         for key in range(min(self._longest, len(text)), 0, -1):
-            yield from reversed(self._runs.get(tuple(text[-key:]), ()))
+            if runs := self._runs.get(tuple(text[-key:])):
+                yield key, [*reversed(runs)]
