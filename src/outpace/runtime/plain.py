@@ -75,7 +75,11 @@ class Engine:
 
         `picker` will choose its tokens.
         """
-        return self if self.model.branches else Engine(self.model, self.compiled)
+        if self.model.branches:
+            return self
+        apart = Engine(self.model, self.compiled)
+        apart.costs = self.costs
+        return apart
 
     @property
     def most_rows(self) -> int:
