@@ -163,6 +163,31 @@ def test_fixed_rows_climb_the_same_stairs(name: str, exact_rows: int) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize(
+    "method", [SelfSpeculative(exit=2, length=20), AdaDecode("original", control="fixed", gamma=1e-6, pending=20)]
+)
+def test_more_rows_wait_than_an_exact_graph_takes(method: Any) -> None:
+    """They climb in parts, with the bits that they have one by one, and the last of them is asked."""
+    model, prompt = tiny("Llama"), [5, 9, 5, 9, 7]
+    decoder = on_graphs(model, exact_rows=8)
+    decoder.engine.use_one_size()  # type: ignore[attr-defined]  # layers are not compiled
+    rows: list[list[torch.Tensor]] = [[], []]
+    texts = []
+    for seen, each in zip(rows, (Autoregressive(), method), strict=True):
+
+        def note(_: Any, scores: torch.Tensor, seen: list[torch.Tensor] = seen) -> torch.Tensor:
+            seen.append(scores.clone())
+            return scores
+
+        texts.append(write(decoder, each, prompt, Sampling(processors=[note])))
+    assert texts[0].token_ids == texts[1].token_ids
+    assert all(map(torch.equal, *rows))
+    plain = list(Decoder(model).stream(prompt, method=method.prepare(HFModel(model)), max_new_tokens=30))
+    found = list(decoder.stream(prompt, method=decoder.prepare(method), max_new_tokens=30))
+    assert [step.draft.tokens for step in found] == [step.draft.tokens for step in plain]
+    assert max(len(step.draft) for step in found) == 21
+
+
 def test_texts_take_turns_on_one_engine() -> None:
     model = tiny("Llama")
     decoder = on_graphs(model)

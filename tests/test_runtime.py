@@ -204,15 +204,6 @@ def test_exact_mode_computes_as_many_rows_outside_of_layers_whatever_is_asked(mo
     assert not model.model.norm._forward_hooks
 
 
-def test_exact_mode_refuses_more_rows_than_its_graphs_take_in_some_layers() -> None:
-    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8)
-    with engine.pool.sequence([3, 1, 4]) as sequence:
-        engine.score(sequence, chain(4, (), ""))
-        rows = engine.pool.place(sequence, chain(4, [*range(8)], ""))
-        with pytest.raises(InputError, match="9 rows leave some layers at once; in exact mode 8 may"):
-            engine.climb(sequence, rows, 0, 0, 1)
-
-
 def test_layers_of_a_kind_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo
 

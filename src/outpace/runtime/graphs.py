@@ -99,13 +99,11 @@ class GraphEngine(Engine):
             output = self._run_on(sequence, rows, running)
             if output is not None:
                 return output
-        if whole and self.exact:
-            return self._compute_exactly(rows, logits)
+        if self.exact:
+            return self._compute_exactly(rows, logits, (start, stop), hidden, question)
         graph = None
         if self._graphs or logits or not whole:  # the first text does not wait for a graph to read it
             graph = self._launch([rows], [0], (start, stop), hidden, question)
-        if graph is None and self.exact:
-            raise InputError(f"{len(rows)} rows leave some layers at once; in exact mode {self.most_rows} may.")
         if graph is None:
             return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
         return graph.share(len(rows), logits)
@@ -152,20 +150,30 @@ class GraphEngine(Engine):
         graph = self._launch([rows], [0], (0, None), None, None, token)
         return None if graph is None else _Running(sequence, rows, graph, before)
 
-    def _compute_exactly(self, rows: Rows, logits: int) -> Output:
+    def _compute_exactly(
+        self,
+        rows: Rows,
+        logits: int,
+        layers: tuple[int, int | None],
+        hidden: torch.Tensor | None,
+        question: Question | None,
+    ) -> Output:
         """In parts, where there are more rows than the graph takes. A row's ancestors are never in a later part."""
         tails = rows.tails()
         if tails.shape[1] > WIDTH:
             raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        most = self.most_rows if logits else READING
+        sizes = self.sizes if logits or layers != (0, None) else [READING]
         parts: list[Output] = []
-        for start in range(0, len(rows), most):
+        for start in range(0, len(rows), sizes[-1]):
             parts = [*parts[:-1], *map(_copy, parts[-1:])]
-            count = min(most, len(rows) - start)
-            size = next(size for size in self.sizes if size >= count) if logits else READING
-            graph = self._graph(size, len(rows.text))
-            graph.launch(rows.numbers[:, start : start + count], tails[start : start + count], len(rows.text))
-            parts.append(graph.share(count, max(0, min(count, start + count - len(rows) + logits))))
+            stop = min(start + sizes[-1], len(rows))
+            size = next(size for size in sizes if size >= stop - start)
+            # The question is about the last row of all.
+            graph = self._graph(size, len(rows.text), layers, question if stop == len(rows) else None)
+            if hidden is not None:
+                graph.hidden[: stop - start] = hidden[start:stop]
+            graph.launch(rows.numbers[:, start:stop], tails[start:stop], len(rows.text))
+            parts.append(graph.share(stop - start, max(0, min(stop - start, stop - len(rows) + logits))))
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def is_exact(self) -> bool:
@@ -630,4 +638,5 @@ def _copy(output: Output) -> Output:
 
 
 def _join(parts: list[Output]) -> Output:
-    return Output(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))
+    logits, hidden = torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts])
+    return Output(logits, hidden, answer=parts[-1].answer)
