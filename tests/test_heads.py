@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,18 +19,30 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
-from outpace import Amphista, Autoregressive, CostCurve, Decoder, InputError, ModelError, OutpaceWarning, Sampling
+from outpace import (
+    AdaDecode,
+    Amphista,
+    Autoregressive,
+    CostCurve,
+    Decoder,
+    InputError,
+    ModelError,
+    OutpaceWarning,
+    Sampling,
+)
 from outpace.draft import Draft, chain
-from outpace.heads import KINDS, AmphistaSettings, Heads, MedusaSettings
+from outpace.heads import KINDS, TRAINABLE, AmphistaSettings, ExitHeads, ExitSettings, Heads, MedusaSettings
 from outpace.heads.blocks import BlockShape
 from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.heads.trees import best_tree
 from outpace.methods import METHODS
-from outpace.methods.headed import Headed, grow, plant, worthwhile
+from outpace.methods.headed import Headed, _Drafter, grow, plant, worthwhile
 from outpace.models.hf import HFModel
 from outpace.models.whole import layer_sizes
 from outpace.picking import Foreseen, Picker, likeliest
+from outpace.reproduce import amphista as reproduce_amphista
 from outpace.runtime.graphs import GraphEngine
+from outpace.training.trainer import Plan, Trainer
 
 from .conftest import VOCABULARY, tiny
 
@@ -163,6 +177,56 @@ def test_heads_in_fixed_places_guess_the_same(kind: str) -> None:
         assert steps[0] == steps[1]
         assert max(len(tokens) for tokens, _, _ in steps[0]) >= 2
     assert bool(engine._head_steps) == (kind != "hydra")
+
+
+def test_a_graph_of_heads_keeps_no_text_alive() -> None:
+    model = tiny("Llama")
+    decoder = Decoder(model)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False)
+    method = decoder.prepare(method_for("medusa", random_heads("medusa", model)))
+    decoder.generate([7, 3, 9], method=method, max_new_tokens=6)
+    assert decoder.engine._head_steps
+    gc.collect()
+    assert not [item for item in gc.get_objects() if type(item) is _Drafter]
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_the_callers_heads_stay_as_they_are(kind: str) -> None:
+    """They are float32 and in training; the target is not, and drafts with a copy in its own dtype."""
+    model = tiny("Llama", dtype=torch.bfloat16)
+    decoder, prompt = Decoder(model), [7, 3, 9, 9, 2, 7, 3]
+    if kind == "exits":
+        shape = BlockShape(**layer_sizes(model))
+        heads: Heads = ExitHeads(ExitSettings(layers=(1, 2), frequent=9, vocabulary=VOCABULARY), shape).train()
+        method: Any = AdaDecode(heads, control="fixed", gamma=1e-6)
+    else:
+        heads = random_heads(kind, model).train()
+        method = method_for(kind, heads)
+    before = {name: weight.clone() for name, weight in heads.state_dict().items()}
+    ready: Any = decoder.prepare(method)
+    Trainer(model, "norm", decoder.model.ends(), {kind: heads}, Plan(updates=1))  # takes them in float32, in place
+    steps = list(decoder.stream(prompt, method=ready, max_new_tokens=8))
+    assert any(len(step.draft) > 1 for step in steps)
+    assert heads.training
+    assert not ready.heads.heads.training
+    assert all(torch.equal(weight, before[name]) for name, weight in heads.state_dict().items())
+    assert {weight.dtype for weight in heads.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in ready.heads.heads.parameters()} == {torch.bfloat16}
+
+
+def test_judged_heads_draft_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer measures what they guess, in float32; then their methods write with the target in bfloat16."""
+    model = tiny("Llama", dtype=torch.bfloat16)
+    decoder = Decoder(model)
+    methods: Any = {
+        kind: decoder.prepare(method_for(kind, random_heads(kind, model))) for kind in ("medusa", "amphista")
+    }
+    monkeypatch.setattr(reproduce_amphista, "read_answers", lambda folder: [])
+    found = dict.fromkeys(methods, torch.ones(3, 10))
+    monkeypatch.setattr(Trainer, "accuracies", lambda trainer, texts: found)
+    reproduce_amphista._judged(SimpleNamespace(model=model, decoder=decoder), methods, Path())  # type: ignore[arg-type]
+    for method in methods.values():
+        assert decoder.generate([7, 3, 9], method=method, max_new_tokens=4).token_ids
 
 
 ACCURACIES = st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), min_size=1, max_size=3)

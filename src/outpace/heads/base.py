@@ -68,6 +68,12 @@ class Heads(nn.Module):
         """How many heads there are."""
         return self.settings.count
 
+    def copied(self, device: torch.device, dtype: torch.dtype) -> Heads:
+        """A copy to draft with. These stay as they are: in float32 and in training, if that goes on."""
+        copy = type(self)(self.settings, self.shape).to(device, dtype)
+        copy.load_state_dict(self.state_dict())
+        return copy.eval()
+
     @property
     def reads(self) -> tuple[int, ...]:
         """The layers behind which they read the target's states. Empty: the last alone."""

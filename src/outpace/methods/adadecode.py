@@ -82,7 +82,7 @@ class AdaDecode(Method):
 
     def _load(self, model: Model) -> Ready:
         if isinstance(self.heads, ExitHeads):
-            return Ready(self.heads.to(model.device, model.dtype).eval(), Stored({}))
+            return Ready(self.heads.copied(model.device, model.dtype), Stored({}))
         if self.heads == ORIGINAL:
             layers = self.exits or spread(3, model.layers)
             check_layers(layers, model.layers)

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -19,9 +19,9 @@ from ..errors import InputError, ModelError, OutpaceWarning
 from ..heads import KINDS, TRAINABLE, Heads
 from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
-from ..models.adapter import FixedRows, Model
+from ..models.adapter import Ends, FixedRows, Model
 from ..picking import Foreseen, Picker, likeliest
-from ..pool import Numbers
+from ..pool import Numbers, Pool
 from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
 from .base import Drafter, Method
@@ -109,7 +109,7 @@ class Headed(Method):
 
     def _load(self, model: Model) -> Ready:
         if isinstance(self.heads, Heads):
-            return Ready(self.heads.to(model.device, model.dtype).eval(), Stored({}))
+            return Ready(self.heads.copied(model.device, model.dtype), Stored({}))
         if self.heads is not None:
             folder = Path(self.heads).expanduser()
             if not folder.is_dir():
@@ -219,7 +219,9 @@ class _Drafter(Drafter):
         tokens, first = self.sequence.tokens[-len(hidden) :], len(self.sequence.tokens)
         found = None
         if self.begun and not self.heads.sequential:
-            found = self.engine.guess_with(self._ahead, (self.heads, self.named), self.sequence, tokens, hidden)
+            # It is kept for other texts too, so it must not hold this drafter.
+            ahead = partial(_ahead, self.heads, self.shared, self.named)
+            found = self.engine.guess_with(ahead, (self.heads, self.named), self.sequence, tokens, hidden)
         self.begun = True
         if found is None:
             self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
@@ -235,12 +237,15 @@ class _Drafter(Drafter):
         together = lru_cache(lambda: self._foresee(found, range(first, first + self.heads.count)))
         return lambda place, _: Foreseen(together().tokens[[place]], together().chances[[place]])
 
-    def _ahead(self, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
-        """What the heads expect after rows in fixed places."""
-        return likeliest(self.heads.fixed(*self.shared, rows, hidden), self.named)
-
     def _foresee(self, found: torch.Tensor, positions: Sequence[int]) -> Foreseen:
         return self.picker.foresee(found, positions, self.top, self.method.coupled)
+
+
+def _ahead(
+    heads: Heads, shared: tuple[Ends, Pool, int], named: int, rows: FixedRows, hidden: torch.Tensor
+) -> torch.Tensor:
+    """What heads expect after rows in fixed places."""
+    return likeliest(heads.fixed(*shared, rows, hidden), named)
 
 
 def grow(

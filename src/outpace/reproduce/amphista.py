@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import InputError
-from ..heads import Heads
 from ..methods import Amphista, Hydra, Medusa, Method
 from ..methods.headed import Headed
 from ..training.data import read_answers
@@ -71,12 +72,11 @@ def _judged(lab: Lab, methods: Mapping[str, Any], answers: Path) -> Table:
     if lab.model is None:
         raise InputError("answers are judged with the transformers model: give it to the lab.")
     texts = read_answers(answers / "held-out" if (answers / "held-out").is_dir() else answers)
-    parts: dict[str, Heads] = {name: method.heads.heads for name, method in methods.items()}
     adapted: Any = lab.decoder.model
+    # A trainer takes heads in float32. The methods will draft with theirs.
+    parts = {name: method.heads.heads.copied(adapted.device, torch.float32) for name, method in methods.items()}
     trainer = Trainer(lab.model, adapted.norm, adapted.ends(), parts, Plan(updates=1))
     found = trainer.accuracies(texts)
-    for part in parts.values():
-        part.eval()
     return _table({name: ranks.tolist() for name, ranks in found.items()}, f"on {len(texts)} held-out answers")[0]
 
 
