@@ -108,7 +108,10 @@ _JSON = (
 
 
 class Decoder:
-    """A model and a tokenizer, ready to write. It takes the model as it is now, and one thread at a time.
+    """A model and a tokenizer, ready to write. It takes the model as it is now.
+
+    Threads may share it: they take turns, step by step, so each text is what it is alone. A stream that is left open
+    keeps nobody waiting. Only the code that a step calls (a logits processor) may not ask it for another text.
 
     On the runtimes "graphs" and "compiled", and in exact mode, the model's q, k, v and its gate and up weights become
     views of joined ones: the same values, in another place. `decoder.model.unfuse()` parts them again.
@@ -161,7 +164,8 @@ class Decoder:
             raise InputError(
                 f"settings {sorted(settings)} go into {type(method).__name__}(...), which was given ready."
             )
-        return method.prepare(self.model)
+        with self.engine.turns:  # some try the model
+            return method.prepare(self.model)
 
     @overload
     def generate(self, prompt: Any, *, n: int, **options: Any) -> list[Result]: ...
@@ -359,22 +363,26 @@ class Batch:
     def add(self, prompt: Prompt, **options: Any) -> int:
         """Have one more text written, with the options that `Decoder.stream` has for one prompt; its number."""
         request, text = self._decoder.request(prompt, **options)
-        self.requests.append(request)
-        self._texts.append(text)
-        return self._writing.add(request)
+        with self._decoder.engine.turns:
+            self.requests.append(request)
+            self._texts.append(text)
+            return self._writing.add(request)
 
     def cancel(self, number: int) -> None:
         """End a text now. Nothing happens to one that has ended."""
         if not 0 <= number < len(self.requests):
             raise InputError(f"there is no text {number} to cancel; this batch has {len(self.requests)}.")
-        self._cancelled.add(number)
-        self._writing.cancel(number)
+        with self._decoder.engine.turns:
+            self._cancelled.add(number)
+            self._writing.cancel(number)
 
     def __iter__(self) -> Iterator[Event]:
         """Until nothing is left to write."""
         with closing(self):
             while self._writing:
-                for number, item in self._writing.step():
+                with self._decoder.engine.turns:
+                    events = self._writing.step()
+                for number, item in events:
                     if number not in self._cancelled:
                         yield number, _with_text(item, self._texts[number]) if isinstance(item, Step) else item
 

@@ -43,7 +43,9 @@ def generate(
             processors = [text.wrapped(processor) for processor in logits_processor or ()]
             writing.add(Request(engine, prepared, text.prompt, _sampling(generation_config, processors), text.stop))
         while writing:
-            for _number, item in writing.step():
+            with engine.turns:
+                events = writing.step()
+            for _number, item in events:
                 if isinstance(item, Exception):
                     raise item
     longest = max(len(text.tokens) for text in texts)

@@ -164,6 +164,7 @@ class ParallelEngine(Engine):
         self.ranks = ranks
         self.picker = picker  # of the text that is written
         self.model, self.pool, self.compiled = engine.model, engine.pool, engine.compiled
+        self.turns = engine.turns
         self.costs = None  # what a share costs was not measured
         self.name = f"{engine.name}, {ranks.count} ranks"
 
@@ -373,7 +374,7 @@ def _probe(engine: Engine) -> list[int]:
     model = engine.model
     count = min(PROBE, model.room(0) + 1)
     text = [(7 + 31 * place) % model.vocabulary for place in range(count)]
-    with engine.pool.sequence(text[:1]) as sequence:
+    with engine.turns, engine.pool.sequence(text[:1]) as sequence:
         return list(engine.score(sequence, chain(text[0], text[1:], "")).best)
 
 
