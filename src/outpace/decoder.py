@@ -16,6 +16,7 @@ from .errors import BatchError, InputError, ModelError, OutpaceError
 from .loop import decode
 from .methods import Method, default_method, make
 from .models.adapter import Model
+from .models.defaults import Defaults
 from .models.hf import HFModel
 from .models.loading import load as load_model
 from .picking import Sampling
@@ -140,6 +141,7 @@ class Decoder:
         self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
+        self._defaults = Defaults(model, self.ends, adapted.device)
         self.method = self.prepare(method or default_method(cpu=self._cpu), **settings)
 
     @property
@@ -231,6 +233,10 @@ class Decoder:
         part of it; `raw` to give a text to the model as it is, without the chat template; `method` to override the
         decoder's own for this text. `prepare` one that has a model to load.
 
+        What the model's `generation_config` asks for when transformers decodes greedily (penalties, suppressed and
+        forced tokens, a least length, ...) holds here too, also beside a Sampling, whose own fields win. Its
+        temperature and cuts do not: without a Sampling the text is greedy.
+
         A list of prompts gives a Batch: iterate over it for (number of the prompt, Step). There `method`, `sampling`
         and `max_new_tokens` may be lists too, with one for each prompt, and `n` asks for several texts of each.
         """
@@ -265,7 +271,12 @@ class Decoder:
             raise InputError(f"sampling={sampling!r} must be an outpace.Sampling.")
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
         used = self.prepare(method or self.method)
-        return Request(self.engine, used, tokens, sampling or Sampling(), Ending(limit, self.ends, text)), text
+        how = self.sampling_for(sampling, tokens, max_new_tokens)
+        return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text)), text
+
+    def sampling_for(self, sampling: Sampling | None, tokens: Sequence[int], max_new_tokens: int) -> Sampling:
+        """How the answer to a prompt is chosen, what the model's `generation_config` asks for included."""
+        return self._defaults.apply(sampling, tokens, max_new_tokens)
 
     def _stream(self, request: Request, text: TextStream | None) -> Iterator[Step]:
         with closing(decode(*request)) as steps:

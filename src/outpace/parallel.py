@@ -251,8 +251,10 @@ class ParallelDecoder(Decoder):
         """As `Decoder.request`. All ranks must ask for the same."""
         request, text = super().request(prompt, **options)
         if request.sampling.processors:
+            names = ", ".join(type(item).__name__ for item in request.sampling.processors)
             raise InputError(
-                "logits processors cannot be used on several ranks: each would be called for some of the tokens only."
+                f"logits processors ({names}) cannot be used on several ranks: each would be called for some of the "
+                "tokens only. Leave them out, also those that the model's generation_config asks for."
             )
         self.ranks.compare(
             Stage.BEGINNING,

@@ -95,7 +95,8 @@ def check(decoder: Decoder, trace: Trace, tolerance: float | None = None) -> Rec
         tolerance = TOLERANCES.get(decoder.model.dtype, 1e-3)
     if not 0 <= tolerance < math.inf:
         raise InputError(f"tolerance={tolerance} must be 0 or more, and finite.")
-    marks = judge(decoder.engine, trace.prompt, trace.tokens, trace.sampling)
+    sampling = decoder.sampling_for(trace.sampling, trace.prompt, trace.max_new_tokens)
+    marks = judge(decoder.engine, trace.prompt, trace.tokens, sampling)
     return Receipt(marks, tolerance, [*_ending_problems(decoder, trace), *_step_problems(trace)])
 
 
