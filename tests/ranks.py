@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed import HashStore
+
 from outpace import RankError
 from outpace.parallel import Ranks
 
@@ -25,16 +27,23 @@ class ThreadRanks(Ranks):
         self.exchanges = self.numbers = 0
         self._lost = ""
         self._boxes, self._barrier = boxes, barrier
+        self._store = HashStore()
 
     def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        self._boxes[self.rank] = list(numbers)
+        if self._lost:
+            raise RankError(self._lost)
         try:
-            self._barrier.wait()
-            found = [list(box) for box in self._boxes]
-            self._barrier.wait()
+            found = self._all_gather(numbers, 0.0)
         except threading.BrokenBarrierError:
             raise RankError("another thread has ended") from None
         self.exchanges += 1
+        return found
+
+    def _all_gather(self, numbers: Sequence[int], patience: float) -> list[list[int]]:
+        self._boxes[self.rank] = list(numbers)
+        self._barrier.wait()
+        found = [list(box) for box in self._boxes]
+        self._barrier.wait()
         return found
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +16,9 @@ import torch
 
 import outpace
 from outpace import Autoregressive, Decoder, DraftModel, InputError, InvalidLogits, Jacobi, Lookahead, PromptLookup
+from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
+from outpace.runtime.graphs import GraphEngine
 
 from .conftest import tiny, tiny_chain
 
@@ -282,3 +290,96 @@ def test_what_is_no_model() -> None:
         Decoder(object())
     with pytest.raises(InputError, match="is no model"):
         Decoder(tiny("Llama")).prepare(DraftModel(model=5))
+
+
+def in_threads(*works: Callable[[], Any]) -> list[Any]:
+    """What each returns, all running at once; switched between as often as Python can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(works)) as threads:
+            return [future.result() for future in [threads.submit(work) for work in works]]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_threads_may_share_a_decoder(fixed: bool) -> None:
+    decoder = Decoder(tiny("Mistral"))
+    if fixed:
+        decoder.engine = GraphEngine(HFModel(tiny("Mistral")), compiled=False, capacity=128)
+    prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7], [5] * 40, [6, 7, 6, 7, 6]]
+    options: dict[str, Any] = {"max_new_tokens": 20}
+    expected = [
+        [decoder.generate(prompt, method=method, **options).token_ids for method in METHODS] for prompt in prompts
+    ]
+
+    def alone(prompt: list[int]) -> list[list[int]]:
+        return [decoder.generate(prompt, method=method, **options).token_ids for method in METHODS]
+
+    def streamed(prompt: list[int]) -> list[list[int]]:
+        streams = [decoder.stream(prompt, method=method, **options) for method in METHODS]
+        return [[token for step in stream for token in step.tokens] for stream in streams]
+
+    def together(prompt: list[int]) -> list[list[int]]:
+        return [result.token_ids for result in decoder.generate([prompt] * len(METHODS), method=METHODS, **options)]
+
+    for work in (alone, streamed, together):
+        assert in_threads(*(partial(work, prompt) for prompt in prompts)) == expected
+    mixed = in_threads(*(partial(*pair) for pair in zip((alone, streamed, together, alone), prompts, strict=True)))
+    assert mixed == expected
+    assert decoder.engine.pool.held == 0
+
+
+def test_a_stream_may_be_dropped_in_another_thread_at_any_moment() -> None:
+    decoder = Decoder(tiny("Llama"))
+    method = Lookahead(window=4, ngram=3)
+    expected = decoder.generate([1, 2, 3], method=method, max_new_tokens=120).token_ids
+    done = threading.Event()
+
+    def write() -> list[int]:
+        found = [decoder.generate([1, 2, 3], method=method, max_new_tokens=120).token_ids for _ in range(2)]
+        done.set()
+        assert found == [expected] * 2
+        return found[0]
+
+    def drop() -> None:
+        while not done.is_set():
+            stream = decoder.stream([4, 5, 6] * 20, method=method)
+            next(stream)
+            circle: list[Any] = [stream]
+            circle.append(circle)
+            del stream, circle  # only the garbage collector closes it
+            gc.collect()
+
+    assert in_threads(write, drop)[0] == expected
+    gc.collect()
+    assert decoder.engine.pool.held == 0
+
+
+def test_a_stream_closed_while_a_step_runs_is_closed_after_it() -> None:
+    decoder = Decoder(tiny("Llama"))
+    stream = decoder.stream([4, 5, 6] * 20, max_new_tokens=20)
+    next(stream)
+    held = decoder.engine.pool.held
+
+    def close(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        stream.close()  # type: ignore[attr-defined]
+        assert decoder.engine.pool.held > held  # not in the midst of a step
+        return scores
+
+    decoder.generate([1, 2, 3], sampling=outpace.Sampling(processors=[close]), max_new_tokens=1)
+    assert decoder.engine.pool.held == 0
+
+
+def test_a_step_that_asks_for_a_text_is_told_so() -> None:
+    decoder = Decoder(tiny("Llama"))
+
+    def ask(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        decoder.generate([1, 2], max_new_tokens=2)
+        return scores
+
+    with pytest.raises(InputError, match="Decoder of its own"):
+        decoder.generate([1, 2, 3], sampling=outpace.Sampling(processors=[ask]))
+    assert decoder.generate([1, 2, 3], max_new_tokens=5).new_tokens == 5
+    assert decoder.engine.pool.held == 0

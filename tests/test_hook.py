@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +14,11 @@ import torch
 import transformers
 
 import outpace
+from outpace import hook
 
 from .conftest import tiny
+from .test_cli import folder  # noqa: F401 (a fixture)
+from .test_decoder import LetterTokenizer
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 5, 6]])
 METHODS = [outpace.Lookahead(window=4, ngram=3), outpace.PromptLookup(), outpace.Jacobi(window=3)]
@@ -154,3 +161,113 @@ def test_an_empty_row_is_named() -> None:
     mask[0] = 0
     with pytest.raises(outpace.InputError, match="row 0 of the batch is empty"):
         tiny("Qwen2").generate(ids, attention_mask=mask, custom_generate=METHODS[0], max_new_tokens=3, do_sample=False)
+
+
+class Recorder(transformers.generation.BaseStreamer):
+    """Notes all that it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append((value.device.type, value.tolist()))
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streamers_see_what_transformers_shows_them(method: outpace.Method) -> None:
+    model = tiny("Qwen2")
+    ids, mask = padded_batch([6, 10, 3])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    options["eos_token_id"] = next(token for token in plain[2, 10:].tolist() if token not in plain[1, 10:])
+    ours, theirs = Recorder(), Recorder()
+    model.generate(ids, custom_generate=method, streamer=ours, **options)
+    model.generate(ids, streamer=theirs, **options)
+    assert ours.seen == theirs.seen
+    assert len(ours.seen) == 16
+
+
+def test_a_text_can_be_read_from_another_thread() -> None:
+    tokenizer = LetterTokenizer()
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)  # type: ignore[arg-type]
+    options = {"max_new_tokens": 12, "do_sample": False, "custom_generate": METHODS[0], "streamer": streamer}
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(generate, **options)
+        text = "".join(streamer)
+    assert text == tokenizer.decode(future.result()[10:])
+
+
+def test_stop_strings_are_refused_with_what_works(folder: Path) -> None:  # noqa: F811
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("hello", return_tensors="pt")
+    options = {**inputs, "max_new_tokens": 30, "do_sample": False}
+    stop = tokenizer.decode(model.generate(**options)[0, -12:-10])
+    with pytest.raises(outpace.InputError, match=r"stopping_criteria=\[transformers.StopStringCriteria\(tokenizer"):
+        model.generate(**options, custom_generate=METHODS[0], stop_strings=[stop], tokenizer=tokenizer)
+    theirs = model.generate(**options, stop_strings=[stop], tokenizer=tokenizer)
+    options["stopping_criteria"] = [transformers.StopStringCriteria(tokenizer, [stop])]
+    assert torch.equal(model.generate(**options, custom_generate=METHODS[0]), theirs)
+    assert theirs.shape[1] < inputs["input_ids"].shape[1] + 30
+
+
+def test_the_engine_is_kept_while_the_model_is_what_it_was() -> None:
+    model = copy.deepcopy(tiny("Qwen2"))
+    engine = hook.engine_of(model)
+    assert type(engine) is type(outpace.Decoder(tiny("Qwen2")).engine)
+    model.generate(IDS, attention_mask=torch.ones_like(IDS), custom_generate=METHODS[0], max_new_tokens=3)
+    model.train()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert hook.engine_of(model) is engine
+    assert engine.pool.held == 0
+
+    def to_bfloat16() -> None:
+        model.to(torch.bfloat16)
+
+    def new_weight() -> None:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+
+    def new_place() -> None:
+        model.lm_head.weight.data = model.lm_head.weight.data.clone()
+
+    def new_module() -> None:
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+    def new_setting() -> None:
+        model.model.layers[0].self_attn.scaling = 0.5
+
+    def new_config() -> None:
+        model.config.rms_norm_eps = 0.1
+
+    for change in (to_bfloat16, new_weight, new_place, new_module, new_setting, new_config):
+        change()
+        changed = hook.engine_of(model)
+        assert changed is not engine, change.__name__
+        assert hook.engine_of(model) is changed
+        engine = changed
+
+
+def test_the_engine_goes_with_the_model() -> None:
+    model = copy.deepcopy(tiny("Qwen2"))
+    model.generate(IDS, attention_mask=torch.ones_like(IDS), custom_generate=METHODS[0], max_new_tokens=3)
+    seen = weakref.ref(hook.engine_of(model))
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+def test_threads_may_generate_with_one_model() -> None:
+    model = copy.deepcopy(tiny("Qwen2"))
+    prompts = [IDS, IDS[:, 3:], IDS[:, :4]]
+    options: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+
+    def write(ids: torch.Tensor, **more: Any) -> list[int]:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)[0].tolist()
+
+    expected = [write(ids) for ids in prompts]
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(lambda ids: write(ids, custom_generate=METHODS[0]), prompts)] == expected

@@ -359,3 +359,57 @@ def test_the_command_line_under_torchrun(folder: Path) -> None:  # noqa: F811
     first, second = json.loads(single.stdout), json.loads(several.stdout)  # one object: rank 1 prints nothing
     same = ("text", "token_ids", "steps", "accepted_per_step", "method")
     assert {key: first[key] for key in same} == {key: second[key] for key in same}
+
+
+def test_a_rank_that_raises_tells_the_others_which_stay_together_if_all_do() -> None:
+    """Errors of one rank end the run; the same error on all ranks does not."""
+
+    def work(ranks: Ranks) -> list[str]:
+        decoder = ParallelDecoder(Decoder(tiny("Llama")), ranks)
+        with pytest.raises(InputError, match="max_new_tokens=0"):
+            decoder.generate([1, 2], max_new_tokens=0)
+        assert decoder.generate([1, 2], method=Lookahead(window=3), max_new_tokens=3).new_tokens == 3
+        with pytest.raises((InputError, RankError)) as first:
+            decoder.generate([] if ranks.rank == 1 else [1, 2], max_new_tokens=3)
+        with pytest.raises(RankError) as second:
+            decoder.generate([1, 2], max_new_tokens=3)
+        return [str(first.value), str(second.value)]
+
+    (one_told, one_later), (raised, later), (two_told, two_later) = in_threads(3, work)
+    assert "the prompt is empty" in raised
+    assert one_told == two_told == one_later == two_later == f"rank 1 has failed: InputError: {raised}"
+    assert later == f"this rank has failed before: InputError: {raised}"
+
+
+def raise_on_one(rank: int, which: int, where: str, late: float) -> tuple[str, str, float]:
+    """The error and how long after the last whole step it came."""
+    torch.set_num_threads(1)
+    decoder = join(Decoder(tiny("Llama")), timeout=20)
+    forward, calls = decoder.model.forward, []
+    stepped = time.monotonic()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            if rank == which:
+                raise ValueError(f"the {where} broke: {'é' * 200}")
+            time.sleep(late)
+        return forward(*args, **kwargs)
+
+    decoder.engine.engine.model.forward = counted  # type: ignore[attr-defined, method-assign]
+    try:
+        for _ in decoder.stream(prompt_of(1), method=Lookahead(window=6), max_new_tokens=100):
+            stepped = time.monotonic()
+    except (ValueError, RankError) as error:
+        return type(error).__name__, str(error), time.monotonic() - stepped
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize(("count", "which", "late"), [(3, 1, 0.0), (2, 0, 0.0), (2, 1, 2.5)])
+def test_an_error_on_one_rank_is_told_at_once(count: int, which: int, late: float) -> None:
+    """Also to a rank that comes when the one that raised has ended."""
+    for rank, (kind, message, seconds) in enumerate(in_processes(count, raise_on_one, which, "forward", late)):
+        assert seconds < late + 2.5  # the timeout is 20
+        assert kind == ("ValueError" if rank == which else "RankError")
+        if rank != which:
+            assert message.startswith(f"rank {which} has failed: ValueError: the forward broke: éé")

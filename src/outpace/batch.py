@@ -42,7 +42,8 @@ class _Begun:
         self.prompt = request.prompt
         self.read = False  # whether its first step is done
         self.ended = False
-        self.text: Text = write(*request, share=True)
+        self.text: Text = request.engine.turns.begin(write(*request, share=True))
+        self._turns = request.engine.turns
         self.work: Work  # what it waits for
 
     def go_on(self, reply: Output | Exception | None) -> list[Step | Exception]:
@@ -60,13 +61,20 @@ class _Begun:
         except Exception as error:
             self.ended = True
             found.append(error)
+        if self.ended:
+            self.end()
         return found
+
+    def end(self) -> None:
+        """Close the text, at the end of the step that runs now, if one does."""
+        self._turns.end(self.text)
 
 
 class Writing:
     """Requests and the texts that come of them, by numbers from 0. As a context manager it leaves no slot taken.
 
-    A text's error is an event of its own; the others go on. A forward that fails ends all texts that had rows in it.
+    `step`, `add` and `cancel` are for whoever has the engine's turn. A text's error is an event of its own; the others
+    go on. A forward that fails ends all texts that had rows in it.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -85,7 +93,7 @@ class Writing:
         """End a text now. Its slots come back. Nothing happens to one that has ended."""
         self._queue = deque(item for item in self._queue if item[0] != number)
         if number in self._texts:
-            self._texts.pop(number).text.close()
+            self._texts.pop(number).end()
 
     def __bool__(self) -> bool:
         """Whether there is anything left to write."""
@@ -144,8 +152,8 @@ class Writing:
     def close(self) -> None:
         """End all texts."""
         self._queue.clear()
-        for begun in self._texts.values():
-            begun.text.close()
+        for begun in [*self._texts.values()]:
+            begun.end()
         self._texts.clear()
 
     def __enter__(self) -> Writing:

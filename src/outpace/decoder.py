@@ -16,6 +16,7 @@ from .errors import BatchError, InputError, ModelError, OutpaceError
 from .loop import decode
 from .methods import Method, default_method, make
 from .models.adapter import Model
+from .models.defaults import Defaults
 from .models.hf import HFModel
 from .models.loading import load as load_model
 from .picking import Sampling
@@ -108,7 +109,10 @@ _JSON = (
 
 
 class Decoder:
-    """A model and a tokenizer, ready to write. It takes the model as it is now, and one thread at a time.
+    """A model and a tokenizer, ready to write. It takes the model as it is now.
+
+    Threads may share it: they take turns, step by step, so each text is what it is alone. A stream that is left open
+    keeps nobody waiting. Only the code that a step calls (a logits processor) may not ask it for another text.
 
     On the runtimes "graphs" and "compiled", and in exact mode, the model's q, k, v and its gate and up weights become
     views of joined ones: the same values, in another place. `decoder.model.unfuse()` parts them again.
@@ -137,6 +141,7 @@ class Decoder:
         self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
+        self._defaults = Defaults(model, self.ends, adapted.device)
         self.method = self.prepare(method or default_method(cpu=self._cpu), **settings)
 
     @property
@@ -161,7 +166,8 @@ class Decoder:
             raise InputError(
                 f"settings {sorted(settings)} go into {type(method).__name__}(...), which was given ready."
             )
-        return method.prepare(self.model)
+        with self.engine.turns:  # some try the model
+            return method.prepare(self.model)
 
     @overload
     def generate(self, prompt: Any, *, n: int, **options: Any) -> list[Result]: ...
@@ -227,6 +233,10 @@ class Decoder:
         part of it; `raw` to give a text to the model as it is, without the chat template; `method` to override the
         decoder's own for this text. `prepare` one that has a model to load.
 
+        What the model's `generation_config` asks for when transformers decodes greedily (penalties, suppressed and
+        forced tokens, a least length, ...) holds here too, also beside a Sampling, whose own fields win. Its
+        temperature and cuts do not: without a Sampling the text is greedy.
+
         A list of prompts gives a Batch: iterate over it for (number of the prompt, Step). There `method`, `sampling`
         and `max_new_tokens` may be lists too, with one for each prompt, and `n` asks for several texts of each.
         """
@@ -261,7 +271,12 @@ class Decoder:
             raise InputError(f"sampling={sampling!r} must be an outpace.Sampling.")
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
         used = self.prepare(method or self.method)
-        return Request(self.engine, used, tokens, sampling or Sampling(), Ending(limit, self.ends, text)), text
+        how = self.sampling_for(sampling, tokens, max_new_tokens)
+        return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text)), text
+
+    def sampling_for(self, sampling: Sampling | None, tokens: Sequence[int], max_new_tokens: int) -> Sampling:
+        """How the answer to a prompt is chosen, what the model's `generation_config` asks for included."""
+        return self._defaults.apply(sampling, tokens, max_new_tokens)
 
     def _stream(self, request: Request, text: TextStream | None) -> Iterator[Step]:
         with closing(decode(*request)) as steps:
@@ -359,22 +374,26 @@ class Batch:
     def add(self, prompt: Prompt, **options: Any) -> int:
         """Have one more text written, with the options that `Decoder.stream` has for one prompt; its number."""
         request, text = self._decoder.request(prompt, **options)
-        self.requests.append(request)
-        self._texts.append(text)
-        return self._writing.add(request)
+        with self._decoder.engine.turns:
+            self.requests.append(request)
+            self._texts.append(text)
+            return self._writing.add(request)
 
     def cancel(self, number: int) -> None:
         """End a text now. Nothing happens to one that has ended."""
         if not 0 <= number < len(self.requests):
             raise InputError(f"there is no text {number} to cancel; this batch has {len(self.requests)}.")
-        self._cancelled.add(number)
-        self._writing.cancel(number)
+        with self._decoder.engine.turns:
+            self._cancelled.add(number)
+            self._writing.cancel(number)
 
     def __iter__(self) -> Iterator[Event]:
         """Until nothing is left to write."""
         with closing(self):
             while self._writing:
-                for number, item in self._writing.step():
+                with self._decoder.engine.turns:
+                    events = self._writing.step()
+                for number, item in events:
                     if number not in self._cancelled:
                         yield number, _with_text(item, self._texts[number]) if isinstance(item, Step) else item
 

@@ -10,7 +10,7 @@ OutpaceError
 ├── RankError             another process of a run on several devices is gone, too slow, or does something else
 └── BatchError            some texts of a batch failed; it has the results of all
 
-OutpaceWarning is the one warning: what was asked for works, but not as fast as it could.
+OutpaceWarning is the one warning: what was asked for works, but not as fast as it could, or not all of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FetchError(OutpaceError):
 
 
 class OutpaceWarning(UserWarning):
-    """Something works, but not as fast as it was asked to."""
+    """Something works, but not as fast as it was asked to, or not all that was asked for is done."""
 
 
 class InvalidLogits(OutpaceError):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from .batch import Request, Writing
 from .errors import InputError
 from .methods.base import Method
 from .models.hf import HFModel
 from .picking import Processor, Sampling
+from .runtime import calibrate
+from .runtime.choose import engine_for
+from .runtime.costs import load as load_costs
 from .runtime.plain import Engine
 
-_checked: WeakSet[Any] = WeakSet()  # models that passed the check; nothing is hung on them
+# By model, what it was like and its engine: nothing is hung on the model, and the engine goes with it.
+_engines: WeakKeyDictionary[Any, tuple[list[object], Engine]] = WeakKeyDictionary()
+_building = Lock()
 
 
 def generate(
@@ -26,30 +34,119 @@ def generate(
     stopping_criteria: Any,
     generation_config: Any,
     attention_mask: torch.Tensor | None = None,
+    stop_strings: str | Sequence[str] | None = None,
     **_: Any,
 ) -> torch.Tensor:
     """Decode with `method` under the conditions that transformers has prepared; returns prompts and answers.
 
     As with transformers' own, a text that ends before the others is filled up with the padding token.
     """
-    _refuse_what_is_not_supported(input_ids, generation_config)
-    # Mirrored for each call, because the user may change the model between two.
-    engine = Engine(HFModel(model, check=model not in _checked))
-    _checked.add(model)
-    prepared = method.prepare(engine.model)
+    _refuse_what_is_not_supported(input_ids, generation_config, stop_strings)
+    engine = engine_of(model)
+    with engine.turns:
+        prepared = method.prepare(engine.model)
     texts = [_Text(row, input_ids, attention_mask, stopping_criteria) for row in range(len(input_ids))]
+    padding = int(getattr(generation_config, "_pad_token_tensor", None) or 0)
+    streamer = _Streamer(_streamer_of_caller(), texts, padding)
     with Writing() as writing:
         for text in texts:
             processors = [text.wrapped(processor) for processor in logits_processor or ()]
             writing.add(Request(engine, prepared, text.prompt, _sampling(generation_config, processors), text.stop))
         while writing:
-            for _number, item in writing.step():
+            with engine.turns:
+                events = writing.step()
+            for _number, item in events:
                 if isinstance(item, Exception):
                     raise item
+            streamer.show()
+    streamer.end()
     longest = max(len(text.tokens) for text in texts)
-    padding = getattr(generation_config, "_pad_token_tensor", None)
-    filled = [text.tokens + [int(padding or 0)] * (longest - len(text.tokens)) for text in texts]
+    filled = [text.tokens + [padding] * (longest - len(text.tokens)) for text in texts]
     return torch.tensor(filled, device=input_ids.device)
+
+
+def engine_of(model: Any) -> Engine:
+    """The engine that a Decoder of this model would have, but that the model's weights stay where they are.
+
+    It is kept for the next call, as long as the model is what it was.
+    """
+    with _building:
+        seen = _look(model)
+        known = _engines.get(model)
+        if known is not None and known[0] == seen:
+            return known[1]
+        known = _engines.pop(model, None)  # its memory is needed
+        engine = engine_for(HFModel(model), "auto", join=False)
+        engine.costs = load_costs(calibrate.folder(), calibrate.about(engine))
+        _engines[model] = seen, engine
+        return engine
+
+
+def _look(model: Any) -> list[object]:
+    """What an engine has taken over from the model: modules, plain settings, where weights are and of which kind.
+
+    An engine has the weights themselves, so that they stay alive while they are compared. It sees new values in them.
+    """
+    seen: list[object] = [str(model.config.to_dict())]
+    for module in model.modules():
+        seen.append(type(module))
+        own = vars(module)
+        seen += [(name, repr(own[name])) for name in own if name not in _TORCHS and _is_plain(own[name])]
+        for weight in (*module._parameters.values(), *module._buffers.values()):
+            if weight is not None:
+                place = weight.data_ptr() if type(weight) in (nn.Parameter, torch.Tensor) else None  # others have none
+                seen.append((id(weight), weight.dtype, weight.device, place))
+    return seen
+
+
+_TORCHS = {*vars(nn.Module()), "_is_hf_initialized"}  # attributes of every module; whether it trains is no matter
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an attribute of a module is a setting that may be changed, like the adapters that are active."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    parts = value if isinstance(value, list | tuple | set) else [value]
+    return all(isinstance(part, _PLAIN) for part in parts)
+
+
+def _streamer_of_caller() -> Any:
+    """The `streamer` that `generate` was called with.
+
+    transformers hands it to none but its own functions, and leaves whoever reads from it waiting without end. So it is
+    read where it is: among the arguments of the `generate` that calls us.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if {"custom_generate", "streamer"} <= {*frame.f_code.co_varnames[: frame.f_code.co_argcount]}:
+            return frame.f_locals["streamer"]
+        frame = frame.f_back
+    return None
+
+
+class _Streamer:
+    """Shows a streamer the new tokens as transformers would: one of each text at a time. It has seen the prompts."""
+
+    def __init__(self, streamer: Any, texts: Sequence[_Text], padding: int) -> None:
+        self._streamer = streamer
+        self._texts = texts
+        self._padding = padding
+        self._shown = len(texts[0].tokens)
+
+    def show(self) -> None:
+        while self._streamer is not None and self._is_ready():
+            tokens = [[*text.tokens[self._shown :], self._padding][0] for text in self._texts]
+            self._streamer.put(torch.tensor(tokens))
+            self._shown += 1
+
+    def _is_ready(self) -> bool:
+        there = [len(text.tokens) > self._shown for text in self._texts]
+        return any(there) and all(more or text.ended for more, text in zip(there, self._texts, strict=True))
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
 
 
 class _Text:
@@ -65,6 +162,7 @@ class _Text:
         if not self.prompt:
             raise InputError(f"row {row} of the batch is empty: its attention_mask is all zero.")
         self.criteria = criteria
+        self.ended = False
 
     def stop(self, token: int) -> str | None:
         """Told each new token; says whether transformers' criteria end the text with it."""
@@ -72,7 +170,8 @@ class _Text:
         if self.criteria is None:
             return None
         ids = torch.tensor([self.tokens], device=self.ids.device)
-        return "stop" if bool(self.criteria(ids.expand(self.rows, -1), None).expand(self.rows)[self.row]) else None
+        self.ended = bool(self.criteria(ids.expand(self.rows, -1), None).expand(self.rows)[self.row])
+        return "stop" if self.ended else None
 
     def wrapped(self, processor: Processor) -> Processor:
         """The processor as transformers would call it. Some want to know in which row a text is."""
@@ -85,7 +184,12 @@ class _Text:
         return padded
 
 
-def _refuse_what_is_not_supported(input_ids: torch.Tensor, generation_config: Any) -> None:
+def _refuse_what_is_not_supported(input_ids: torch.Tensor, generation_config: Any, stop_strings: Any) -> None:
+    if stop_strings is not None:
+        raise InputError(
+            f"stop_strings={stop_strings!r}: transformers keeps the tokenizer that they need from custom_generate. "
+            f"Give stopping_criteria=[transformers.StopStringCriteria(tokenizer, {stop_strings!r})] instead."
+        )
     if (beams := getattr(generation_config, "num_beams", 1) or 1) > 1:
         raise InputError(f"num_beams={beams}: beam search is not supported; use num_beams=1.")
     if input_ids.shape[1] == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
 from time import perf_counter
 from typing import TypeAlias
 
@@ -26,19 +25,25 @@ Text: TypeAlias = "Generator[Work | Step, Output | None, None]"
 def decode(
     engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop
 ) -> Generator[Step, None, None]:
-    """Write on from `prompt` until `stop` says so, step by step."""
-    with closing(write(engine, method, prompt, sampling, stop)) as text:
-        reply: Output | None = None
+    """Write on from `prompt` until `stop` says so, step by step. Other texts may take steps between."""
+    text = engine.turns.begin(write(engine, method, prompt, sampling, stop))
+    try:
         while True:
-            try:
-                item = text.send(reply)
-            except StopIteration:
+            with engine.turns:
+                step = _step(text)
+            if step is None:
                 return
-            if isinstance(item, Step):
-                reply = None
-                yield item
-            else:
-                reply = item.do()
+            yield step
+    finally:
+        engine.turns.end(text)
+
+
+def _step(text: Text) -> Step | None:
+    """The text's next step, its work done at once; None behind the last."""
+    item = next(text, None)
+    while isinstance(item, Work):
+        item = text.send(item.do())
+    return item
 
 
 def write(

@@ -8,14 +8,16 @@ From there on every rank knows what one process would know: the verdict, the nex
 everywhere. Keys and values stay where they were computed. Accepted rows that a rank did not compute are text that it
 has not computed yet, and go along with its next step.
 
-A rank that dies or hangs ends the run on all others with an error that names it, within `timeout` seconds.
+A rank that raises an error tells the others at once. One that dies or hangs ends the run on all others with an error
+that names it, within `timeout` seconds.
 """
 
 from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from hashlib import sha256
@@ -31,7 +33,7 @@ from . import __version__
 from .batch import MOST, Request
 from .decoder import DEFAULT_MODEL, Batch, Decoder
 from .decoder import load as load_decoder
-from .draft import NOTHING, Draft, Scores, chain
+from .draft import NOTHING, Draft, Scores, Step, chain
 from .errors import InputError, InvalidLogits, RankError
 from .methods import Method
 from .picking import Picker
@@ -42,6 +44,7 @@ from .text import TextStream
 TIMEOUT = 120.0
 BOX = 256  # integers of an exchange: a kilobyte from each rank. What does not fit goes in a second one
 PATIENCE = 0.8  # of the timeout: then a rank stops waiting, and all that are left tell each other who is there
+FAREWELL = 1.0  # seconds that a rank with an error waits for the others to hear of it
 PROBE = 64  # rows that are computed by every rank when it joins, to compare models
 
 
@@ -51,26 +54,30 @@ class Stage(IntEnum):
     JOINING = 0
     BEGINNING = 1
     WRITING = 2
+    FAILED = 3
 
 
 _WHERE = {Stage.JOINING: "joining", Stage.BEGINNING: "beginning a text", Stage.WRITING: "within a text"}
+_HEAD = 3  # integers of a box before the numbers: the stage, what it is about, how many numbers
 
 
 class Ranks:
-    """The processes that torchrun started, as seen by one of them."""
+    """The processes that torchrun started, as seen by one of them.
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
+    What they exchange are integers that the host needs. So they go by gloo on every device: nccl would copy them to
+    the GPU and back, and waits for them by looking every millisecond.
+    """
+
+    def __init__(self, timeout: float) -> None:
         if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
             raise InputError(f"timeout={timeout!r} must be a number of seconds above 0, and finite.")
         self.timeout = timeout
-        self.device = device  # where integers must lie to be exchanged
         self._lost = ""  # why nothing more can be exchanged
-        backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             if not dist.is_initialized():
-                dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+                dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
                 atexit.register(self._leave)
-            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         except ValueError as error:
             raise InputError(
                 f"there are no ranks to join ({error}). Start the program with `torchrun --nproc-per-node N`."
@@ -85,9 +92,11 @@ class Ranks:
     def gather(self, stage: Stage, about: int, numbers: Sequence[int]) -> list[list[int]]:
         """Tell all ranks some numbers, and hear theirs, by rank. All must be at the same stage, `about` the same."""
         self.numbers += len(numbers)
-        head = [stage, about, len(numbers)]
-        room = BOX - len(head)
-        boxes = self._exchange([*head, *numbers[:room], *[0] * (room - len(numbers))])
+        room = BOX - _HEAD
+        boxes = self._exchange(_box(stage, about, numbers))
+        for rank, box in enumerate(boxes):
+            if box[0] == Stage.FAILED:
+                raise self._lose(f"rank {rank} has failed: {_words(box)}")
         for rank, box in enumerate(boxes):
             if box[0] != boxes[0][0]:
                 where = f"rank 0 is {_WHERE[Stage(boxes[0][0])]}, rank {rank} is {_WHERE[Stage(box[0])]}"
@@ -111,20 +120,57 @@ class Ranks:
                 whose = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(others)} have"
                 raise RankError(f"{whose} another {name.replace('_', ' ')} than rank 0. All ranks must have the same.")
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks of an error in the block: they would wait for this one."""
+        try:
+            yield
+        except RankError:
+            raise  # all know, or nobody can be told
+        except (Exception, KeyboardInterrupt) as error:
+            if not vars(error).get("told"):  # by a block within
+                vars(error)["told"] = True
+                self._tell(f"{type(error).__name__}: {error}")
+            raise
+
+    def _tell(self, error: str) -> None:
+        """Say in the place of the next exchange that there will be none. If all ranks say so, they are still together.
+
+        Whoever comes to that exchange after this process has ended finds it in torch's store.
+        """
+        if self._lost:
+            return
+        key = f"outpace: {self.rank} failed"
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(key, error)
+        try:
+            boxes = self._all_gather(_box(Stage.FAILED, 0, error.encode()[: BOX - _HEAD]), FAREWELL)
+        except RuntimeError:
+            boxes = []  # nobody was there in time
+        if boxes and all(box[0] == Stage.FAILED for box in boxes):
+            self._store.delete_key(key)
+        else:
+            self._lost = f"this rank has failed before: {error}"
+
     def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         if self._lost:
             raise RankError(self._lost)
         deadline = monotonic() + self.timeout
-        mine = torch.tensor(numbers, dtype=torch.int32, device=self.device)
-        theirs = [torch.empty_like(mine) for _ in range(self.count)]
         try:
-            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
-            assert work is not None
-            work.wait(timedelta(seconds=self.timeout * PATIENCE))
-            found: list[list[int]] = torch.stack(theirs).tolist()
+            found = self._all_gather(numbers, self.timeout * PATIENCE)
         except RuntimeError as error:
             raise self._lose(self._roll_call(deadline, _reason(error))) from error
         self.exchanges += 1
+        return found
+
+    def _all_gather(self, numbers: Sequence[int], patience: float) -> list[list[int]]:
+        """What each rank has to say, or RuntimeError after so many seconds."""
+        mine = torch.tensor(numbers, dtype=torch.int32)
+        theirs = [torch.empty_like(mine) for _ in range(self.count)]
+        work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=patience))
+        found: list[list[int]] = torch.stack(theirs).tolist()
         return found
 
     def _roll_call(self, deadline: float, reason: str) -> str:
@@ -133,6 +179,9 @@ class Ranks:
         try:
             self._store.set(f"outpace: {self.rank} waits", "")
             while missing and monotonic() < deadline:
+                for rank in sorted(missing):
+                    if self._store.check([f"outpace: {rank} failed"]):
+                        return f"rank {rank} has failed: {self._store.get(f'outpace: {rank} failed').decode()}"
                 missing -= {rank for rank in missing if self._store.check([f"outpace: {rank} waits"])}
                 sleep(0.02)
         except RuntimeError:  # the store went with rank 0, or with torchrun. Rank 0 may have heard all and left
@@ -164,6 +213,7 @@ class ParallelEngine(Engine):
         self.ranks = ranks
         self.picker = picker  # of the text that is written
         self.model, self.pool, self.compiled = engine.model, engine.pool, engine.compiled
+        self.turns = engine.turns
         self.costs = None  # what a share costs was not measured
         self.name = f"{engine.name}, {ranks.count} ranks"
 
@@ -223,17 +273,18 @@ class ParallelDecoder(Decoder):
         vars(self).update(vars(decoder))
         self.ranks = ranks
         self.engine = ParallelEngine(decoder.engine, ranks)
-        self.method = self.prepare(decoder.method)
         model = decoder.model
-        self.ranks.compare(
-            Stage.JOINING,
-            version_of_Outpace=__version__,
-            kind_of_model=(model.layers, model.width, model.vocabulary, model.context),
-            dtype=model.dtype,
-            runtime=decoder.engine.name,
-            model=_probe(decoder.engine),
-            ends_of_text=self.ends,
-        )
+        with ranks.telling():
+            self.method = self.prepare(decoder.method)
+            ranks.compare(
+                Stage.JOINING,
+                version_of_Outpace=__version__,
+                kind_of_model=(model.layers, model.width, model.vocabulary, model.context),
+                dtype=model.dtype,
+                runtime=decoder.engine.name,
+                model=_probe(decoder.engine),
+                ends_of_text=self.ends,
+            )
 
     def prepare(self, method: str | Method, **settings: object) -> Method:
         """As `Decoder.prepare`, for methods whose drafts can be dealt out."""
@@ -250,8 +301,10 @@ class ParallelDecoder(Decoder):
         """As `Decoder.request`. All ranks must ask for the same."""
         request, text = super().request(prompt, **options)
         if request.sampling.processors:
+            names = ", ".join(type(item).__name__ for item in request.sampling.processors)
             raise InputError(
-                "logits processors cannot be used on several ranks: each would be called for some of the tokens only."
+                f"logits processors ({names}) cannot be used on several ranks: each would be called for some of the "
+                "tokens only. Leave them out, also those that the model's generation_config asks for."
             )
         self.ranks.compare(
             Stage.BEGINNING,
@@ -262,6 +315,20 @@ class ParallelDecoder(Decoder):
             method=request.method,
         )
         return request, text
+
+    def generate(self, prompt: Any, **options: Any) -> Any:
+        """As `Decoder.generate`, for one prompt at a time."""
+        with self.ranks.telling():
+            return super().generate(prompt, **options)
+
+    def stream(self, prompt: Any, **options: Any) -> Any:
+        """As `Decoder.stream`, for one prompt at a time."""
+        with self.ranks.telling():
+            return super().stream(prompt, **options)
+
+    def _stream(self, request: Request, text: TextStream | None) -> Iterator[Step]:
+        with self.ranks.telling():
+            yield from super()._stream(request, text)
 
     def batch(self, most: int = MOST) -> Batch:
         """Refused: ranks hold different rows, so they would pack different forwards."""
@@ -284,7 +351,7 @@ def load(
 
 def join(decoder: Decoder, timeout: float = TIMEOUT) -> ParallelDecoder:
     """The decoder, to write together with the other ranks. A rank that is silent for `timeout` seconds is an error."""
-    return ParallelDecoder(decoder, Ranks(decoder.model.device, timeout))
+    return ParallelDecoder(decoder, Ranks(timeout))
 
 
 def local_device() -> str | None:
@@ -373,12 +440,22 @@ def _probe(engine: Engine) -> list[int]:
     model = engine.model
     count = min(PROBE, model.room(0) + 1)
     text = [(7 + 31 * place) % model.vocabulary for place in range(count)]
-    with engine.pool.sequence(text[:1]) as sequence:
+    with engine.turns, engine.pool.sequence(text[:1]) as sequence:
         return list(engine.score(sequence, chain(text[0], text[1:], "")).best)
 
 
 def _digest(value: object) -> int:
     return int.from_bytes(sha256(repr(value).encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+
+def _box(stage: Stage, about: int, numbers: Sequence[int]) -> list[int]:
+    """What a rank says in an exchange, as far as it fits."""
+    said = [stage, about, len(numbers), *numbers[: BOX - _HEAD]]
+    return [*said, *[0] * (BOX - len(said))]
+
+
+def _words(box: Sequence[int]) -> str:
+    return bytes(box[_HEAD : _HEAD + box[2]]).decode(errors="replace")
 
 
 def _reason(error: Exception) -> str:

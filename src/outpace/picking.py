@@ -38,16 +38,17 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 class Sampling:
     """How to choose tokens. The default is greedy.
 
-    `temperature` 0 is greedy. `repetition_penalty` counts prompt and answer, as in transformers;
-    `presence_penalty` and `frequency_penalty` count the answer alone. `rule` is "keyed" (the same seed gives the
-    same text with every method) or "rejection" (the papers' rule: the same distribution, another text).
+    `temperature` 0 is greedy. `repetition_penalty` counts prompt and answer, as in transformers; None is the model's
+    own (its `generation_config`), 1 is none. `presence_penalty` and `frequency_penalty` count the answer alone. `rule`
+    is "keyed" (the same seed gives the same text with every method) or "rejection" (the papers' rule: the same
+    distribution, another text).
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -60,17 +61,19 @@ class Sampling:
             if not isinstance(getattr(self, name), int):
                 raise InputError(f"{name}={getattr(self, name)!r} must be a whole number.")
         for name in _NUMBERS:
-            if not isinstance(getattr(self, name), (int, float)):
-                raise InputError(f"{name}={getattr(self, name)!r} must be a number.")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and (name, value) != ("repetition_penalty", None):
+                raise InputError(f"{name}={value!r} must be a number.")
         for token, bias in self.logit_bias.items():
             if not (isinstance(token, int) and isinstance(bias, (int, float)) and bias < math.inf):
                 raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below infinity.")
+        penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         limits = {
             "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p < 1, "from 0 to below 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0, and finite"),
+            "repetition_penalty": (0 < penalty < math.inf, "above 0, and finite"),
             "presence_penalty": (math.isfinite(self.presence_penalty), "a finite number"),
             "frequency_penalty": (math.isfinite(self.frequency_penalty), "a finite number"),
             "rule": (self.rule in ("keyed", "rejection"), "'keyed' or 'rejection'"),
@@ -94,10 +97,11 @@ class Picker:
         self.sampling = sampling
         self.prompt_length = prompt_length
         self.greedy = sampling.temperature == 0
+        self._penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
         self._processes = bool(
             sampling.logit_bias
             or sampling.processors
-            or sampling.repetition_penalty != 1
+            or self._penalty != 1
             or sampling.presence_penalty
             or sampling.frequency_penalty
         )
@@ -185,8 +189,9 @@ class Picker:
             scores = self._penalise(scores, prefix)
             if setting.processors:
                 ids = torch.tensor([list(prefix)], device=scores.device)
-                for processor in setting.processors:
-                    scores = processor(ids, scores[None])[0]
+                with torch.no_grad():  # as in transformers: some run a model
+                    for processor in setting.processors:
+                        scores = processor(ids, scores[None])[0]
         if self.greedy:
             return scores
         best = scores.max()
@@ -207,10 +212,10 @@ class Picker:
             if not 0 <= token < len(scores):
                 raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {len(scores) - 1}.")
             scores[token] += bias
-        if setting.repetition_penalty != 1:
+        if self._penalty != 1:
             seen = torch.tensor(sorted(set(prefix)), device=scores.device)
             old = scores[seen]
-            scores[seen] = torch.where(old < 0, old * setting.repetition_penalty, old / setting.repetition_penalty)
+            scores[seen] = torch.where(old < 0, old * self._penalty, old / self._penalty)
         if setting.presence_penalty or setting.frequency_penalty:
             counts = Counter(prefix[self.prompt_length :])
             tokens = torch.tensor([*counts], dtype=torch.long, device=scores.device)

@@ -7,7 +7,8 @@ picked again, and as a near-tie where it is not, but its score lies within a sma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -94,25 +95,28 @@ def check(decoder: Decoder, trace: Trace, tolerance: float | None = None) -> Rec
         tolerance = TOLERANCES.get(decoder.model.dtype, 1e-3)
     if not 0 <= tolerance < math.inf:
         raise InputError(f"tolerance={tolerance} must be 0 or more, and finite.")
-    marks = list(judge(decoder.engine, trace.prompt, trace.tokens, trace.sampling))
+    sampling = decoder.sampling_for(trace.sampling, trace.prompt, trace.max_new_tokens)
+    marks = judge(decoder.engine, trace.prompt, trace.tokens, sampling)
     return Receipt(marks, tolerance, [*_ending_problems(decoder, trace), *_step_problems(trace)])
 
 
-def judge(engine: Engine, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> Iterator[Mark]:
+def judge(engine: Engine, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[Mark]:
     """A mark for each token of an answer."""
     picker = Picker(sampling, len(prompt))
-    text = list(prompt)
-    for token, logits in zip(answer, rescore(engine, prompt, answer), strict=True):
-        try:
-            scores = picker.ranking(logits, text)
-            first, second = [*scores.topk(min(2, len(scores))).values.tolist(), -math.inf][:2]
-            yield Mark(token, picker.choose(logits, text), first - second, first - float(scores[token]))
-        except InvalidLogits as error:
-            raise InvalidLogits(f"at new token {len(text) - len(prompt) + 1}: {error}.") from error
-        text.append(token)
+    text, marks = list(prompt), list[Mark]()
+    with engine.turns, closing(rescore(engine, prompt, answer)) as rows:
+        for token, logits in zip(answer, rows, strict=True):
+            try:
+                scores = picker.ranking(logits, text)
+                first, second = [*scores.topk(min(2, len(scores))).values.tolist(), -math.inf][:2]
+                marks.append(Mark(token, picker.choose(logits, text), first - second, first - float(scores[token])))
+            except InvalidLogits as error:
+                raise InvalidLogits(f"at new token {len(text) - len(prompt) + 1}: {error}.") from error
+            text.append(token)
+    return marks
 
 
-def rescore(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
+def rescore(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Generator[torch.Tensor, None, None]:
     """The model's logits [vocabulary] before each token of an answer, by forwards over many tokens at once."""
     engine = engine.for_one_text()
     with engine.pool.sequence(prompt) as sequence:

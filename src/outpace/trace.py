@@ -5,7 +5,7 @@ model             the name to load it by
 fingerprint       its sizes and some of its numbers, to know it again
 about             device, dtype, runtime, versions
 method, settings  what drafted
-sampling          every field of Sampling, the seed among them
+sampling          every field of Sampling, the seed among them; processors of the model's generation_config are not
 max_new_tokens    the greatest length asked for
 stop              stop strings
 prompt            token ids
@@ -83,13 +83,14 @@ def record(
 ) -> Trace:
     """The trace of a run that is over. `model` is the name to load it by, where that is not its own."""
     sampling_to_json(sampling)  # refuses what cannot be written
+    penalty = decoder.sampling_for(sampling, prompt, max_new_tokens).repetition_penalty
     return Trace(
         model=model or decoder.model.name,
         fingerprint=fingerprint_of(decoder.model),
         about=about(decoder.engine),
         method=method.name,
         settings=settings_of(method),
-        sampling=sampling,
+        sampling=dataclasses.replace(sampling, repetition_penalty=penalty),
         max_new_tokens=max_new_tokens,
         stop=tuple(stop),
         prompt=tuple(prompt),

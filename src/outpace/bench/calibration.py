@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..decoder import Decoder
 from ..draft import Step
 from ..errors import OutpaceError
 from ..methods import METHODS, Autoregressive, Method, SelfSpeculative
+from ..picking import Sampling
 from ..runtime.calibrate import measure
 from ..runtime.costs import CostCurve
 from .prompts import PROMPTS
@@ -54,10 +55,11 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
 
 
 def _try(decoder: Decoder, method: Method, prompts: Sequence[Sequence[int]]) -> Tried:
-    list(decoder.stream(prompts[0], method=method, max_new_tokens=TOKENS))  # compiles and captures
+    options: dict[str, Any] = {"method": method, "max_new_tokens": TOKENS, "sampling": Sampling()}
+    list(decoder.stream(prompts[0], **options))  # compiles and captures
     steps: list[Step] = []
     for prompt in prompts:
-        steps += islice(decoder.stream(prompt, method=method, max_new_tokens=TOKENS), 1, None)
+        steps += islice(decoder.stream(prompt, **options), 1, None)
     if not steps:  # all texts ended at once
         return Tried(0.0, 0.0)
     own = median(step.seconds["draft"] + step.seconds["learn"] for step in steps)
@@ -72,7 +74,7 @@ def _asking(decoder: Decoder, prompt: list[int], curve: CostCurve) -> float:
     except OutpaceError:
         return 0.0
     assert isinstance(method, SelfSpeculative)
-    steps = islice(decoder.stream(prompt, method=method, max_new_tokens=8 * STEPS), STEPS)
+    steps = islice(decoder.stream(prompt, method=method, max_new_tokens=8 * STEPS, sampling=Sampling()), STEPS)
     guesses = [step.seconds["draft"] / (len(step.draft) - 1) for step in steps if len(step.draft) > 1]
     if curve.parts is None or not guesses:
         return 0.0

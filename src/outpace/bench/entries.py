@@ -97,7 +97,8 @@ class Ours:
         engine, result = self._decoder.engine, self._decoder.begin(task.prompt, self._method)
         steps, times = list[Step](), list[float]()
         ending = Ending(min(task.max_new_tokens, engine.model.context - len(task.prompt)), self._decoder.ends)
-        for step in result.follow(decode(engine, self._method, task.prompt, task.sampling, ending)):
+        sampling = self._decoder.sampling_for(task.sampling, task.prompt, task.max_new_tokens)
+        for step in result.follow(decode(engine, self._method, task.prompt, sampling, ending)):
             steps.append(step)
             times.append(result.seconds)
         if engine.pool.device.type == "cuda":

@@ -218,7 +218,8 @@ class _Bench:
             if not entry.own and self._settings.sampling.temperature > 0:
                 verdict = {"equal": None, "differs_at": None, "gap": None}  # its noise is another
             else:
-                verdict = compare(self._decoder, prompt, plain, run["token_ids"], self._settings.sampling)
+                how = self._decoder.sampling_for(self._settings.sampling, prompt, self._settings.max_new_tokens)
+                verdict = compare(self._decoder, prompt, plain, run["token_ids"], how)
             compared.append({**{name: value for name, value in run.items() if name != "key"}, **verdict})
         return compared
 

@@ -40,8 +40,12 @@ def generate(
     top_p: options.TopP = 1.0,
     min_p: Annotated[float, typer.Option(help="Leave out tokens below this part of the best one's probability.")] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages tokens of the prompt and answer.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Above 1 discourages tokens of the prompt and answer. Default: as the model's generation_config says.",
+            show_default=False,
+        ),
+    ] = None,
     presence_penalty: Annotated[float, typer.Option(help="Taken off the logit of a token that the answer has.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each time that the answer has it.")] = 0.0,
     seed: options.Seed = 0,
@@ -101,7 +105,8 @@ def generate(
         joined = join(decoder, timeout)
         decoder, silent = joined, joined.ranks.rank > 0
     decoder.method = decoder.prepare(name, **given)
-    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
+    how = None if sampling == Sampling() else sampling  # None: a model that asks to be sampled is answered by a warning
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": how, "stop": stop}
     if prompts is not None:
         _write_together(decoder, texts, {**asked, "raw": raw})
         return
@@ -112,6 +117,7 @@ def generate(
         return
     steps = _write(decoder, tokens, asked, as_json)
     if trace is not None:
+        asked["sampling"] = sampling
         record(decoder, decoder.method, tokens, steps, model=model, **asked).save(trace)
         if not as_json:
             typer.echo(f"trace in {trace}: check it with `outpace verify {trace}`", err=True)

@@ -61,8 +61,7 @@ class Size:
 class Method:
     """A way to draft. Its fields are its settings.
 
-    A method can be given to transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`. There
-    transformers drops a `streamer`; use `Decoder.stream` to see the text as it comes.
+    A method can be given to transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`.
     """
 
     name: ClassVar[str]
@@ -121,11 +120,13 @@ class Method:
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: Any = None,
+        stop_strings: Any = None,  # named here, so that transformers leaves them to us
         **kwargs: Any,
     ) -> Any:
         """The hook for transformers' `generate(custom_generate=...)`."""
         from ..hook import generate  # a method knows nothing of what lies above it but this door
 
+        kwargs["stop_strings"] = stop_strings
         return generate(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
 

@@ -46,7 +46,8 @@ Mask: TypeAlias = "torch.Tensor | SlotLists | Seen"
 class HFModel:
     """A transformers causal language model, as the loop sees it.
 
-    It takes the model as it is now: move it, change its dtype or add adapters before. One thread at a time.
+    It takes the model as it is now: move it, change its dtype or add adapters before. One thread at a time, which an
+    engine sees to.
     `check` compares a small tree with its paths, and refuses the model if they differ.
     """
 

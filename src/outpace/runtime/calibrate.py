@@ -61,7 +61,8 @@ def measure(
     seconds = []
     segments: dict[str, float] = {}
     for index, length in enumerate(contexts):
-        with engine.pool.sequence([token % engine.model.vocabulary for token in range(length + 1)]) as text:
+        tokens = [token % engine.model.vocabulary for token in range(length + 1)]
+        with engine.turns, engine.pool.sequence(tokens) as text:
             times: dict[int, list[float]] = {count: [] for count in rows}
             for turn in range(repeats + 1):
                 for count in rows:

@@ -22,8 +22,10 @@ RUNTIMES = {
 EXACT_ROWS = 32
 
 
-def engine_for(model: Model, runtime: str = "auto", exact: bool = False, exact_rows: int = EXACT_ROWS) -> Engine:
-    """An engine for the model.
+def engine_for(
+    model: Model, runtime: str = "auto", exact: bool = False, exact_rows: int = EXACT_ROWS, join: bool = True
+) -> Engine:
+    """An engine for the model. Without `join` CUDA graphs leave the user's weights where they are.
 
     With `exact` the logits of a text have the same bits with every method; on a CPU also in every batch. On CUDA a
     forward then has `exact_rows` rows at most, and all have as many where the device needs that. It is checked on this
@@ -43,7 +45,8 @@ def engine_for(model: Model, runtime: str = "auto", exact: bool = False, exact_r
     if runtime == "graphs" and obstacle:
         raise InputError(f"runtime='graphs' cannot be used: {obstacle}. Use runtime='plain'.")
     if runtime == "graphs" or (runtime == "auto" and not obstacle):
-        _fuse(model)
+        if join:
+            _fuse(model)
         _replace_products(model)
         return GraphEngine(model)
     if runtime == "compiled":

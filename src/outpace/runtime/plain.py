@@ -14,6 +14,7 @@ from ..models.adapter import FixedRows, Model, Output
 from ..picking import Picker
 from ..pool import Packed, Pool, Rows, Sequence
 from .costs import CostCurve
+from .turns import Turns
 
 T = TypeVar("T")
 
@@ -69,6 +70,7 @@ class Engine:
             self.name = "compiled"
         self.costs: CostCurve | None = None  # what steps cost, where it was measured
         self.pool = Pool(model.device)
+        self.turns = Turns()  # taken for each step, whatever it runs
 
     def for_one_text(self, picker: Picker | None = None) -> Engine:
         """The engine to write a text with: this one, or one apart for models that see whatever the pool holds.
