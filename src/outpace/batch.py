@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .draft import Step
 from .loop import Stop, Text, write
 from .methods.base import Method
-from .models.adapter import Output
 from .picking import Sampling
 from .pool import common
-from .runtime.plain import Engine, Work
+from .runtime.plain import Engine, Turn, Work, together
 
 MOST = 64  # texts that are written at the same time; others wait
 
@@ -32,6 +31,7 @@ class Request(NamedTuple):
     prompt: Sequence[int]
     sampling: Sampling
     stop: Stop
+    limit: int | None = None
 
 
 class _Begun:
@@ -44,9 +44,9 @@ class _Begun:
         self.ended = False
         self.text: Text = request.engine.turns.begin(write(*request, share=True))
         self._turns = request.engine.turns
-        self.work: Work  # what it waits for
+        self.work: Work | Turn  # what it waits for
 
-    def go_on(self, reply: Output | Exception | None) -> list[Step | Exception]:
+    def go_on(self, reply: Any) -> list[Step | Exception]:
         """Its steps until it asks for work again. A reply that is an error ends it, as one of its own does."""
         found: list[Step | Exception] = []
         try:
@@ -106,9 +106,9 @@ class Writing:
             return events
         pack = self._next_pack()
         works = [begun.work for begun in pack]
-        replies: Sequence[Output | Exception]
+        replies: Sequence[Any]
         try:
-            replies = works[0].engine.run(works)
+            replies = together(works)
         except Exception as error:
             replies = [error] * len(pack)
         # At once, before the next forward: outputs are good until then.
@@ -116,7 +116,7 @@ class Writing:
             events += self._go_on(begun, reply)
         return events
 
-    def _go_on(self, begun: _Begun, reply: Output | Exception | None) -> list[Event]:
+    def _go_on(self, begun: _Begun, reply: Any) -> list[Event]:
         found = begun.go_on(reply)
         self._texts.pop(begun.number, None)
         if not begun.ended:
@@ -140,9 +140,13 @@ class Writing:
     def _next_pack(self) -> list[_Begun]:
         """Those whose work goes in the next forward: the first, and what it goes together with."""
         first, *others = self._texts.values()
+        if isinstance(first.work, Turn):
+            return [first, *(begun for begun in others if begun.work.goes_with(first.work))]
         pack, engine = [first], first.work.engine
         room = engine.most_rows - len(first.work.rows)
         for begun in others:
+            if not isinstance(begun.work, Work):
+                continue
             count = len(begun.work.rows)
             if count <= room and len(pack) < engine.most_texts and begun.work.goes_with(first.work):
                 pack.append(begun)

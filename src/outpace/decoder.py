@@ -272,7 +272,7 @@ class Decoder:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
         used = self.prepare(method or self.method)
         how = self.sampling_for(sampling, tokens, max_new_tokens)
-        return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text)), text
+        return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text), limit), text
 
     def sampling_for(self, sampling: Sampling | None, tokens: Sequence[int], max_new_tokens: int) -> Sampling:
         """How the answer to a prompt is chosen, what the model's `generation_config` asks for included."""

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from .draft import MODEL, Draft, Step, Verdict
 from .errors import InvalidLogits
 from .methods.base import Method
-from .models.adapter import Output
 from .picking import Picker, Sampling
-from .runtime.plain import Engine, Work
+from .runtime.plain import Engine, Turn, Work
 from .verifying import verify
 
 Stop: TypeAlias = "Callable[[int], str | None]"
 """Told every new token once and in order; says why the text ends with it, or None."""
 
 
-Text: TypeAlias = "Generator[Work | Step, Output | None, None]"
+Text: TypeAlias = "Generator[Work | Turn | Step, Any, None]"
 """A text as it is written: it asks for work and is sent the output, or gives a step and is sent None."""
 
 
 def decode(
-    engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop
+    engine: Engine,
+    method: Method,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    stop: Stop,
+    limit: int | None = None,
 ) -> Generator[Step, None, None]:
     """Write on from `prompt` until `stop` says so, step by step. Other texts may take steps between."""
-    text = engine.turns.begin(write(engine, method, prompt, sampling, stop))
+    text = engine.turns.begin(write(engine, method, prompt, sampling, stop, limit))
     try:
         while True:
             with engine.turns:
@@ -41,17 +45,24 @@ def decode(
 def _step(text: Text) -> Step | None:
     """The text's next step, its work done at once; None behind the last."""
     item = next(text, None)
-    while isinstance(item, Work):
+    while isinstance(item, Work | Turn):
         item = text.send(item.do())
     return item
 
 
 def write(
-    engine: Engine, method: Method, prompt: Sequence[int], sampling: Sampling, stop: Stop, share: bool = False
+    engine: Engine,
+    method: Method,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    stop: Stop,
+    limit: int | None = None,
+    share: bool = False,
 ) -> Text:
     """The loop for one text. Its work may be done alone, or together with other texts'.
 
-    With `share` it may begin with slots of a text that begins alike.
+    It writes at most `limit` tokens, if `stop` does not say so before. With `share` it may begin with slots of a text
+    that begins alike.
     """
     picker = Picker(sampling, len(prompt))
     finish: str | None = None
@@ -65,6 +76,11 @@ def write(
 
     engine = engine.for_one_text(picker)
     share = share and engine.most_texts > 1 and method.shares
+    program = engine.program_for(method, sampling)
+    if program is not None and program.has_room():
+        with engine.pool.sequence(prompt, share) as sequence:
+            yield from _by_program(engine, program, sequence, sampling, stop, limit)
+        return
 
     with engine.pool.sequence(prompt, share) as sequence, method.start(engine, sequence, picker) as drafter:
         while finish is None:
@@ -82,6 +98,37 @@ def write(
             drafter.learn(draft, scores, verdict)
             clock.lap("learn")
             yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
+
+
+def _by_program(engine: Engine, program: Any, sequence: Any, sampling: Sampling, stop: Stop, limit: int | None) -> Text:
+    """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
+    seen: list[Any] = []
+    yield from engine.read(sequence, program.sees(seen))
+    lane = program.open(sequence, sampling, limit, seen)
+    written, finish = 0, None
+    try:
+        while finish is None:
+            clock = _Clock()
+            stepped = None
+            while stepped is None:
+                stepped = yield Turn(program, lane)
+            clock.lap("score")
+            count = 0
+            for token in stepped.tokens:
+                count += 1
+                finish = stop(token)
+                if finish is not None:
+                    break
+            written += count
+            if finish is None and stepped.fault:
+                raise InvalidLogits(
+                    f"at new token {written + 1}: the model's logits contain NaN, or every token is ruled out."
+                )
+            verdict = Verdict(stepped.rows[:count], stepped.tokens[:count])
+            draft = stepped.draft
+            yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
+    finally:
+        program.close(lane)
 
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:

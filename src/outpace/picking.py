@@ -28,7 +28,7 @@ Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
-_NOISED = 256  # among so many best tokens, noise decides which a drafter expects
+NOISED = 256  # among so many best tokens, noise decides which a drafter expects
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -138,7 +138,7 @@ class Picker:
 
     def candidates(self, count: int) -> int:
         """How many of its likeliest tokens a drafter must name, for `foresee` to find `count`."""
-        return count if self.greedy else max(_NOISED, count)
+        return count if self.greedy else max(NOISED, count)
 
     def foresee(self, likeliest: torch.Tensor, positions: Sequence[int], count: int, coupled: bool = True) -> Foreseen:
         """What a drafter should expect the target to choose at `positions`: the best `count` of each line.
@@ -291,8 +291,8 @@ def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch
     True
     """
     first, second = _key(seed, position, stream)
-    high = _mix(_mix(index ^ (first & _LOW)) ^ (first >> 32))
-    low = _mix(_mix(index ^ (second & _LOW)) ^ (second >> 32))
+    high = mixed(mixed(index ^ (first & _LOW)) ^ (first >> 32))
+    low = mixed(mixed(index ^ (second & _LOW)) ^ (second >> 32))
     bits = (high << 20) | (low >> 12)  # 52 bits
     return (bits.double() + 0.5) * 2.0**-52
 
@@ -305,7 +305,7 @@ def gumbel(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.
 _LOW = 0xFFFFFFFF
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def mixed(x: torch.Tensor) -> torch.Tensor:
     """A bijection of 32-bit numbers (kept in int64) that spreads every input bit over all output bits."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _LOW

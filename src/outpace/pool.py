@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .draft import Draft, Mask, Verdict
-from .errors import InvalidLogits
+from .errors import InputError, InvalidLogits
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -153,12 +153,14 @@ class Sequence:
 class Pool:
     """KV storage in slots, shared by any number of sequences.
 
-    Storage is made by the first forward, when the shapes are known, and doubles when slots run out.
+    Storage is made by the first forward, when the shapes are known. When slots run out it doubles, unless its capacity
+    is `fixed`.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", capacity: int = FIRST_CAPACITY) -> None:
+    def __init__(self, device: torch.device | str = "cpu", capacity: int = FIRST_CAPACITY, fixed: bool = False) -> None:
         self.device = torch.device(device)
         self.capacity = capacity
+        self.fixed = fixed
         self.held = 0  # how many slots are taken
         self.used = 0  # no slot from here on is taken, so no row need look there
         self._owners = [0] * capacity  # how many sequences have each slot
@@ -203,6 +205,12 @@ class Pool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` slots, the lowest free ones."""
         if self.held + count > self.capacity:
+            if self.fixed:
+                raise InputError(
+                    f"{count} KV slots are needed, and {self.capacity - self.held} of {self.capacity} are free. Shorten "
+                    "the prompt, ask for fewer new tokens, write fewer texts at once, or give the KV cache a larger "
+                    "share of the memory (memory=0.9)."
+                )
             self._grow(self.held + count)
         slots: list[int] = []
         while self._free and len(slots) < count:

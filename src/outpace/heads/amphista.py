@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..models.adapter import Ends, FixedRows
 from ..models.attention import attend_by_mask, without_cudnn
 from ..pool import Pool, Sequence
-from .base import Follower, Heads, HeadSettings, following, last_row
+from .base import Follower, Heads, HeadSettings, following
 from .blocks import Angles, Block, BlockShape, Memory, rotary
 
 
@@ -99,12 +99,13 @@ class AmphistaHeads(Heads):
         states: torch.Tensor = self.norm(outputs)
         return states.movedim(-2, 0)
 
-    def fixed(self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
+    def fixed(
+        self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
         memories = [_Listed(pool, layer + number, rows) for number in range(self.settings.stages)]
         tokens = ends.embed(rows.tokens)
         adapted = self.adapt(hidden[None], tokens[None], rows.positions, [*memories])
-        last = last_row(rows, pool)
-        return self.logits(self.read([states[0].index_select(0, last) for states in adapted]), ends)[:, 0]
+        return self.logits(self.read([states[0].index_select(0, last) for states in adapted]), ends)
 
     def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
         return _Follower(self, ends, pool, layer)

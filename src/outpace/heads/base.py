@@ -104,10 +104,13 @@ class Heads(nn.Module):
         logits: torch.Tensor = ends.head(states)
         return logits
 
-    def fixed(self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
-        """What a Follower does with new rows, unless they are sequential: feed them, and [count, vocabulary] guesses.
+    def fixed(
+        self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
+        """What a Follower does with new rows, unless they are sequential: feed them, and guess behind some.
 
-        All tensors stay in place, so that a CUDA graph may be captured of it. `rows.tokens` are those after each row.
+        [count, len(last), vocabulary] behind the rows `last`. All tensors stay in place, so that a CUDA graph may be
+        captured of it. `rows.tokens` are those after each row.
         """
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import InputError
 from ..models.adapter import Ends, FixedRows
 from ..pool import Pool, Sequence
-from .base import Follower, Heads, HeadSettings, last_row
+from .base import Follower, Heads, HeadSettings
 from .blocks import BlockShape, ResBlock
 
 
@@ -58,9 +58,10 @@ class MedusaHeads(Heads):
         outputs = list(self.outputs)[first : first + len(states)]
         return torch.stack([output(state) for output, state in zip(outputs, states, strict=True)])
 
-    def fixed(self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor) -> torch.Tensor:
-        last = hidden.index_select(0, last_row(rows, pool))
-        return self.logits(self.read(ends.norm(last)), ends)[:, 0]
+    def fixed(
+        self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
+        return self.logits(self.read(ends.norm(hidden.index_select(0, last))), ends)
 
     def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
         return _Follower(self, ends)

@@ -8,6 +8,7 @@ from ..draft import Draft, chain
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
+from ..sources.base import Plan
 from .base import Drafter, Method
 
 
@@ -25,6 +26,9 @@ class Autoregressive(Method):
     @property
     def dealt(self) -> bool:
         return True  # every rank computes the one row
+
+    def plan(self, engine: Engine) -> Plan:
+        return Plan(lambda lanes, device: [], rows=1)
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         sequence.runs_on = picker.takes_best

@@ -5,17 +5,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..draft import Draft, Scores, Verdict
 from ..errors import InputError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence
+from ..runtime.costs import Prices
 from ..runtime.plain import Asking, Engine
-
-if TYPE_CHECKING:
-    import torch
+from ..sources.base import Plan
 
 
 class Drafter(AbstractContextManager["Drafter"]):
@@ -93,6 +94,10 @@ class Method:
             )
         return self
 
+    def plan(self, engine: Engine) -> Plan | None:
+        """How whole steps are drafted without the host; None where the host must draft."""
+        return None
+
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         """Begin a text."""
         raise NotImplementedError
@@ -128,6 +133,13 @@ class Method:
 
         kwargs["stop_strings"] = stop_strings
         return generate(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+
+def prices_of(price: Prices | None, rows: int, device: torch.device) -> torch.Tensor | None:
+    """[rows] what steps cost by their rows, where it was measured."""
+    if price is None:
+        return None
+    return torch.tensor([price(count) for count in range(1, rows + 1)], device=device)
 
 
 def settings(method: type[Method]) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
 from ..errors import InputError, ModelError, OutpaceWarning
 from ..heads import KINDS, TRAINABLE, Heads
+from ..heads.base import last_row
 from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
 from ..models.adapter import Ends, FixedRows, Model
@@ -24,11 +25,16 @@ from ..picking import Foreseen, Picker, likeliest
 from ..pool import Numbers, Pool
 from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
-from .base import Drafter, Method
+from ..sources.base import Plan, Source
+from ..sources.heads import HeadGuesses, likely_paths
+from ..sources.history import PLACES
+from ..sources.history import History as Repeated
+from .base import Drafter, Method, prices_of
 from .ngrams import History
 
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
+CONSIDERED = 4  # so many paths of ranks for each row
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
 """Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
@@ -133,6 +139,37 @@ class Headed(Method):
     @property
     def shares(self) -> bool:
         return not self.heads.heads.reads_text  # they have to read what another text has computed, too
+
+    def plan(self, engine: Engine) -> Plan | None:
+        heads, about = self.heads.heads, self.heads.about
+        if heads.sequential:
+            return None
+        costs = engine.costs if self.priced else None
+        grown = isinstance(self.tree, str)
+        idle = bool(costs and grown and self.heads.shipped and costs.paces.get(self.name, 1.0) < 1.0)
+        repeated = int((1.0 if idle else self.lookup) * (self.rows - 1)) if grown else 0
+        worths: list[float] | None = None
+        if self.tree == "confidence":
+            paths = likely_paths(heads.count, self.top, CONSIDERED * self.rows)
+        elif self.tree == "measured":
+            paths = [tuple(path) for path in about.tree[: self.rows - 1]]
+            worths = [math.log(max(_worth(path, about.accuracies), 1e-9)) for path in paths]
+        else:
+            paths = sorted(self.tree, key=len)
+            worths = [-0.001 * place for place in range(len(paths))]
+        shared = (engine.model.ends(), engine.pool, engine.model.layers)
+
+        def sources(lanes: int, device: torch.device) -> list[Source]:
+            found: list[Source] = []
+            if paths and not idle:
+                found.append(HeadGuesses(heads, shared, paths, lanes, device, self.coupled, worths))
+            if repeated:
+                found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))
+            return found
+
+        rows = self.rows if grown else 1 + len(paths)
+        price = costs.price_with("" if idle else self.name) if costs else None
+        return Plan(sources, rows, prices=prices_of(price, rows, engine.model.device))
 
     def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)
@@ -245,7 +282,7 @@ def _ahead(
     heads: Heads, shared: tuple[Ends, Pool, int], named: int, rows: FixedRows, hidden: torch.Tensor
 ) -> torch.Tensor:
     """What heads expect after rows in fixed places."""
-    return likeliest(heads.fixed(*shared, rows, hidden), named)
+    return likeliest(heads.fixed(*shared, rows, hidden, last_row(rows, shared[1]))[:, 0], named)
 
 
 def grow(

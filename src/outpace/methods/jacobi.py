@@ -9,6 +9,8 @@ from ..draft import Draft, Scores, Verdict, chain
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
+from ..sources.base import Plan
+from ..sources.jacobi import Jacobi as Source
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, Size
 
@@ -32,6 +34,11 @@ class Jacobi(Method):
     @property
     def branches(self) -> bool:
         return False
+
+    def plan(self, engine: Engine) -> Plan:
+        if not self.window:
+            return Autoregressive().plan(engine)
+        return Plan(lambda lanes, device: [Source(self.window, lanes, device)], self.window + 1)
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         if not self.window:

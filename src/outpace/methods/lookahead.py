@@ -19,13 +19,19 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..draft import Draft, Scores, Tree, Verdict
 from ..errors import InputError
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.costs import Prices
 from ..runtime.plain import Engine
-from .base import Drafter, Method, Size
+from ..sources.base import Plan, Source
+from ..sources.history import PLACES
+from ..sources.history import History as Repeated
+from ..sources.window import Settings, Window
+from .base import Drafter, Method, Size, prices_of
 from .ngrams import TRUST, History, NgramPool
 
 HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
@@ -89,6 +95,30 @@ class Lookahead(Method):
     @property
     def dealt(self) -> bool:
         return True
+
+    def plan(self, engine: Engine) -> Plan:
+        reads = self.prompt_pool and not self.reach
+        settings = Settings(
+            self.window,
+            self.ngram,
+            self.guesses,
+            self.longest_key,
+            self.verify_window,
+            self.verify_early,
+            self.recycle,
+            self.shift == "token",
+            reads,
+        )
+        costs = engine.costs if self.window == 1 else None
+
+        def sources(lanes: int, device: torch.device) -> list[Source]:
+            found: list[Source] = [Window(settings, lanes, device)]
+            if self.prompt_pool and self.reach and self.guesses:
+                found.append(Repeated(self.longest_key, self.reach, PLACES, "history", device, HISTORY_FLOOR))
+            return found
+
+        rows = 1 + self.guesses * (self.ngram - 1) + Window.probes_of(self.window, self.ngram)
+        return Plan(sources, rows, prices=prices_of(costs.price if costs else None, rows, engine.model.device))
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)

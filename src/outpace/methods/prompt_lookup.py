@@ -8,7 +8,10 @@ from ..draft import Draft, Scores, Tree, Verdict
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
-from .base import Drafter, Method
+from ..sources.base import Plan
+from ..sources.history import PLACES
+from ..sources.history import History as Source
+from .base import Drafter, Method, prices_of
 from .ngrams import History
 
 
@@ -44,6 +47,17 @@ class PromptLookup(Method):
     @property
     def dealt(self) -> bool:
         return self.tree
+
+    def plan(self, engine: Engine) -> Plan:
+        places = min(PLACES, self.rows) if self.tree else 1
+        depth = min(self.depth, max(self.rows - 1, 1))
+        costs = engine.costs if self.priced else None
+        return Plan(
+            lambda lanes, device: [Source(self.longest, depth, places, "lookup", device)],
+            self.rows,
+            gate=0.0 if costs else self.gate,
+            prices=prices_of(costs.price if costs else None, self.rows, engine.model.device),
+        )
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)

@@ -72,6 +72,10 @@ class Model(Protocol):
         """How many positions beyond `position` a draft may reach."""
         ...
 
+    def rooms(self, positions: torch.Tensor) -> torch.Tensor:
+        """`room` for each of several positions, on the device."""
+        ...
+
     def ends(self) -> Ends:
         """Its modules before the first layer and after the last."""
         ...

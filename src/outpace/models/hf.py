@@ -169,6 +169,13 @@ class HFModel:
             room = min(room, self._longrope - 1 - position)
         return max(room, 0)
 
+    def rooms(self, positions: torch.Tensor) -> torch.Tensor:
+        """`room` for each of several positions."""
+        rooms = self.context - 1 - positions
+        if self._longrope is not None:
+            rooms = torch.where(positions < self._longrope, rooms.clamp(max=self._longrope - 1 - positions), rooms)
+        return rooms.clamp(min=0)
+
     @torch.inference_mode()
     def forward(
         self,

@@ -38,6 +38,9 @@ class Bigram:
     def room(self, position: int) -> int:
         return max(self.context - 1 - position, 0)
 
+    def rooms(self, positions: torch.Tensor) -> torch.Tensor:
+        return (self.context - 1 - positions).clamp(min=0)
+
     def ends(self) -> Ends:
         raise UnsupportedModel("a bigram table has no hidden states for heads to read.")
 

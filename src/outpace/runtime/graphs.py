@@ -17,33 +17,36 @@ token where it lies on the device, before that token is read here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ..draft import Draft, Mask, Verdict, chain
+from ..draft import Draft, Verdict, chain
 from ..errors import InputError, InvalidLogits, OutpaceWarning
-from ..models.adapter import FixedRows, Model, Output
+from ..models.adapter import Model, Output
 from ..models.ahead import Ahead
-from ..models.attention import SlotLists
 from ..models.best import find_best
-from ..pool import Numbers, Pool, Rows, Sequence
+from ..picking import Sampling
+from ..pool import Pool, Rows, Sequence
+from .fixed import WIDTH, FixedStep, bits
 from .plain import Engine, HeadFunction, Question, Work, answered, joined
+from .program import LANES, Program
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 256  # rows of text at a time
 RIDERS = 64  # so many tokens of a text that was begun go along with a draft
-WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 FIRST_SPAN = 1024
 PRIME = 11
 HEAD_ROWS = 24  # the most new rows that heads read in a graph
 TEXTS = (4, 16, 64)  # of how many texts a graph takes rows, if of several
+MEMORY = 0.5  # the share of free memory that the KV cache gets
+LONGEST = 2**16  # a text is not expected to be longer, where memory is shared out
 LINES = TEXTS[-1] + 2  # lists of slots: one for a text alone, one for each of several, and one that stays empty
-TILE = 16  # the most rows of one text that attention does together, if there are several texts
+Captured = TypeVar("Captured", bound=FixedStep)
 
 
 class GraphEngine(Engine):
@@ -51,9 +54,12 @@ class GraphEngine(Engine):
 
     name = "graphs"
 
-    def __init__(self, model: Any, compiled: bool = True, exact_rows: int = 0, capacity: int = 4096) -> None:
+    def __init__(
+        self, model: Any, compiled: bool = True, exact_rows: int = 0, capacity: int = 0, memory: float = MEMORY
+    ) -> None:
+        """With a pool of `capacity` slots, or of as many as `memory` of what is free on the device holds."""
         super().__init__(model)
-        self.pool = Pool(model.device, capacity=capacity)
+        self.pool = Pool(model.device, capacity or affordable(model, memory), fixed=True)
         self.exact = exact_rows > 0
         self.sizes = [*(size for size in SIZES if size < exact_rows), exact_rows] if self.exact else [*SIZES]
         self._compile = compiled
@@ -68,6 +74,10 @@ class GraphEngine(Engine):
         self._texts = torch.zeros(LINES, 0, dtype=torch.long)  # on the device: lists of slots
         self._readers: list[Sequence | None] = []  # whose
         self._running: _Running | None = None  # the step that is computed ahead
+        self._programs: list[tuple[Any, Program]] = []  # by method, the newest last
+        self._prepared: set[bool] = set()  # whether layers are compiled for one text, for several
+        self.lines = LINES
+        self.whole_steps = True  # False: the host stands between the verbs of a step, to compare
 
     @property
     def most_rows(self) -> int:
@@ -76,6 +86,41 @@ class GraphEngine(Engine):
     @property
     def most_texts(self) -> int:
         return TEXTS[-1] if self.model.packs and not self.exact else 1
+
+    @property
+    def compiling(self) -> bool:
+        """Whether layers are compiled."""
+        return self._compile
+
+    def span(self, length: int) -> int:
+        """The length of text that a graph is made for, if the text has this length."""
+        return _span(length)
+
+    def program_for(self, method: Any, sampling: Sampling) -> Any:
+        if (
+            not self.whole_steps
+            or sampling.processors
+            or (sampling.temperature and sampling.rule != "keyed")
+            or not self.sizes
+        ):
+            return None
+        for known, program in self._programs:
+            if known is method or known == method:
+                return program
+        plan = method.plan(self)
+        if plan is None:
+            return None
+        self._programs.append((method, Program(self, plan)))
+        return self._programs[-1][1]
+
+    def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured:
+        """A step of a program, captured."""
+        packed = texts if texts > 1 else 0
+        if self._compile and bool(packed) not in self._prepared:
+            self._prepare(size, span, (0, self.model.layers), packed)
+        step = make()
+        self._memory = step.capture(self._memory)
+        return step
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
         return READING, RIDERS if sequence.slots else 0
@@ -102,7 +147,7 @@ class GraphEngine(Engine):
         if self.exact:
             return self._compute_exactly(rows, logits, (start, stop), hidden, question)
         graph = None
-        if self._graphs or logits or not whole:  # the first text does not wait for a graph to read it
+        if self._prepared or self._graphs or logits or not whole:  # the first text does not wait for a graph to read it
             graph = self._launch([rows], [0], (start, stop), hidden, question)
         if graph is None:
             return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
@@ -120,7 +165,7 @@ class GraphEngine(Engine):
         lines = self._lines_for([work.sequence for work in works])
         self._update_texts([(work.sequence, work.rows) for work in works], lines)
         graph = None
-        if self._graphs or any(work.logits for work in works) or stop is not None:
+        if self._prepared or self._graphs or any(work.logits for work in works) or stop is not None:
             graph = self._launch(parts, lines, (start, stop), joined(works), None)
         if graph is None:
             return super()._run(works)
@@ -261,7 +306,7 @@ class GraphEngine(Engine):
             self._readers[0] = None
         step.hidden[:count] = hidden
         numbers = np.array([tokens, range(past, past + count), sequence.slots[past:]])
-        step.launch(numbers, _bits(np.tri(count, 64, dtype=np.bool_)), past)
+        step.launch(numbers, bits(np.tri(count, 64, dtype=np.bool_)), past)
         return step.found
 
     def _head_step(self, function: HeadFunction, owner: Hashable, past: int) -> _HeadStep | None:
@@ -293,6 +338,7 @@ class GraphEngine(Engine):
         if self._texts.shape[1] != capacity:  # the pool has grown: graphs on the old storage are of no use
             self._graphs.clear()
             self._head_steps.clear()
+            self._programs.clear()
             self._memory = None
             self._texts = torch.zeros(LINES, capacity, dtype=torch.long, device=self.pool.device)
             self._readers = [None] * LINES
@@ -349,11 +395,12 @@ class GraphEngine(Engine):
             _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
         finally:
             ahead.wait()  # nothing else may run while a graph is captured
+        self._prepared.add(bool(texts))
 
     def _capture(self, size: int, span: int, layers: tuple[int, int], question: Question | None, texts: int) -> _Graph:
         places = (self.model, self.pool, self._texts)
         try:
-            if self._compile and not any(bool(key[-1]) == bool(texts) for key in self._graphs):
+            if self._compile and bool(texts) not in self._prepared:
                 self._prepare(size, span, layers, texts)
             graph = _Graph(*places, size, span, layers, self._compile, self.exact, question, texts)
             self._memory = graph.capture(self._memory)
@@ -384,142 +431,26 @@ class GraphEngine(Engine):
             ) from error
 
 
+def affordable(model: Model, share: float) -> int:
+    """How many slots a share of the device's free memory holds; no more than the texts of all lanes can need."""
+    trial = Pool(model.device, capacity=16)
+    with trial.sequence([0, 0]) as sequence:
+        model.forward(trial, trial.place(sequence, chain(0, (), "")), logits=0)
+    most = LANES * min(model.context, LONGEST)
+    keys, _ = trial.stored(0) or (torch.zeros(1, 1, 1, 1), None)
+    most = min(most, (2**31 - 1) // (keys.shape[1] * keys.shape[3]) - 1)  # kernels count numbers of a layer in 32 bits
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(model.device)
+        most = min(most, int(share * free / (trial.bytes / 17)))
+    return max(most, 1)
+
+
 class _NoGraph(Exception):
     """There is no graph for this, and the message says why. `sizes` are those that are left."""
 
 
-class _FixedStep:
-    """A computation on a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
-
-    def __init__(
-        self, model: Model, pool: Pool, text: torch.Tensor, size: int, span: int, exact: bool, texts: int = 0
-    ) -> None:
-        self.pool = pool
-        self.size = size
-        self.on_gpu = pool.device.type == "cuda"
-        width = WIDTH if exact else max(2, -(-size // 64))  # a width of 1 would be compiled apart
-        # Sizes that differ from each other are compiled as sizes that may change independently.
-        self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
-        tiles = size // self._tile + texts + 1 if texts else 3
-        parts = [len(text), size, 2 * tiles, size, size, size, size * width]
-        self._host = torch.zeros(sum(parts), dtype=torch.long, pin_memory=self.on_gpu)
-        lengths, whose, table, tokens, positions, slots, tree = torch.split(self._host, parts)
-        self._lengths: Numbers = lengths.numpy()
-        self._whose: Numbers = whose.numpy()
-        self._tiles: Numbers = table.view(2, tiles).numpy()
-        self._rows: Numbers = self._host.numpy()[sum(parts[:3]) : sum(parts[:6])].reshape(3, size)
-        self._tree: Numbers = tree.view(size, width).numpy()
-        # A row that fills up sees itself beyond the text: in exact mode by its slot, otherwise by a bit.
-        self._itself = np.eye(size, width * 64, dtype=np.bool_)
-        self._alone = pool.scratch if exact else _bits(self._itself)
-        if texts:
-            self._fill_packed([], [])
-        else:
-            self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
-        self._box = self._host.to(pool.device)
-        length, whose, table, tokens, positions, slots, tree = torch.split(self._box, parts)
-        seen = (text, length, whose, table, positions, slots, tree.view(size, width))
-        self.rows = FixedRows(tokens, positions, slots, SlotLists(*seen, span, self._tile, exact))
-        # Rows that come from the middle, or from the end, bring their hidden states.
-        self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
-        self._graph: Any = None
-        self._copied: Any = None  # tells when the last copy to the device is done
-        if self.on_gpu:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def _step(self) -> None:
-        """What is computed, on `rows` and `hidden`."""
-        raise NotImplementedError
-
-    def compute(self) -> None:
-        """Kernel by kernel."""
-        with torch.inference_mode():
-            self._step()
-
-    def capture(self, memory: Any) -> Any:
-        """Record the step, its memory from the pool `memory`. All rows write to the scratch slot meanwhile."""
-        self.warm_up()
-        if not self.on_gpu:
-            return None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
-            self.compute()
-        self._graph = graph
-        return graph.pool()
-
-    def warm_up(self) -> None:
-        """Compile, and let libraries choose their kernels, on a stream of its own as captures want it."""
-        if not self.on_gpu:
-            self.compute()
-            return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.compute()
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def _fill(self, numbers: Numbers, tree: Numbers, past: int) -> None:
-        count, width = tree.shape
-        self._lengths[0] = past
-        self._rows[:, :count] = numbers
-        self._rows[:, count:] = [[0], [past], [self.pool.scratch]]
-        self._tree[:] = self._alone
-        self._tree[:count] = 0
-        self._tree[:count, :width] = tree
-
-    def _fill_packed(self, parts: list[Rows], lines: list[int]) -> None:
-        among = self._itself.copy()
-        tiles: list[tuple[int, int]] = []
-        first = 0
-        for rows, line in zip(parts, lines, strict=True):
-            stop = first + len(rows)
-            self._rows[:, first:stop] = rows.numbers
-            self._whose[first:stop] = line
-            self._lengths[line] = len(rows.text)
-            among[first:stop, first:stop] = rows.among
-            tiles += [(start, min(start + self._tile, stop)) for start in range(first, stop, self._tile)]
-            first = stop
-        self._rows[:, first:] = [[0], [0], [self.pool.scratch]]
-        self._whose[first:] = len(self._lengths) - 1  # the text that is empty
-        tiles += [(start, min(start + self._tile, self.size)) for start in range(first, self.size, self._tile)]
-        self._tiles[:] = 0
-        self._tiles[:, : len(tiles)] = np.array(tiles).T
-        self._tree[:] = _bits(among)
-
-    def launch(self, numbers: Numbers, tree: Numbers, past: int, token: torch.Tensor | None = None) -> None:
-        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot.
-
-        `token` [1], on the device, takes the place of the first row's.
-        """
-        self._wait()
-        self._fill(numbers, tree, past)
-        self._go(token)
-
-    def launch_packed(self, parts: list[Rows], lines: list[int]) -> None:
-        """The same with rows of several texts. `lines` says where the lists of their slots are."""
-        self._wait()
-        self._fill_packed(parts, lines)
-        self._go()
-
-    def _wait(self) -> None:
-        """The copy before this one may still be reading."""
-        if self._copied:
-            self._copied.synchronize()
-
-    def _go(self, token: torch.Tensor | None = None) -> None:
-        self._box.copy_(self._host, non_blocking=True)
-        if self._copied:
-            self._copied.record()
-        if token is not None:
-            self.rows.tokens[:1].copy_(token)
-        if self._graph is None:
-            self.compute()
-        else:
-            self._graph.replay()
-
-
-class _Graph(_FixedStep):
+class _Graph(FixedStep):
     """One step of the model, or of some of its layers."""
 
     output: Output
@@ -605,7 +536,7 @@ class _Running:
         return self._output._replace(found=self._found)
 
 
-class _HeadStep(_FixedStep):
+class _HeadStep(FixedStep):
     """One step of heads that draft."""
 
     found: torch.Tensor
@@ -616,12 +547,6 @@ class _HeadStep(_FixedStep):
 
     def _step(self) -> None:
         self.found = self.function(self.rows, self.hidden)
-
-
-def _bits(mask: Mask) -> Numbers:
-    """Words of 64 bits from a mask."""
-    words: Numbers = np.packbits(mask, axis=1, bitorder="little").view(np.int64)
-    return words
 
 
 def _span(length: int) -> int:

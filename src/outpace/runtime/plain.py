@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Items
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from ..draft import Draft, Scores
 from ..errors import InvalidLogits
 from ..models.adapter import FixedRows, Model, Output
-from ..picking import Picker
+from ..picking import Picker, Sampling
 from ..pool import Packed, Pool, Rows, Sequence
 from .costs import CostCurve
 from .turns import Turns
@@ -48,9 +48,26 @@ class Work(NamedTuple):
         """Compute it alone."""
         return self.engine.climb(*self[1:])
 
-    def goes_with(self, other: Work) -> bool:
+    def goes_with(self, other: Work | Turn) -> bool:
         """Whether the two may share a forward: rows of one pool by the same layers."""
+        if not isinstance(other, Work):
+            return False
         return self.engine is other.engine and (self.start, self.stop) == (other.start, other.stop)
+
+
+class Turn(NamedTuple):
+    """The next step of a text that lies in a lane of a program."""
+
+    program: Any
+    lane: int
+
+    def do(self) -> Any:
+        """Take it alone."""
+        return self.program.turn([self.lane])[0]
+
+    def goes_with(self, other: Work | Turn) -> bool:
+        """Whether the two are taken together: lanes of one program are."""
+        return isinstance(other, Turn) and self.program is other.program
 
 
 Asking: TypeAlias = "Generator[Work, Output, T]"
@@ -96,6 +113,21 @@ class Engine:
     def reading(self, sequence: Sequence) -> tuple[int, int]:
         """How many tokens of text one forward takes, and how many the forward of a draft takes besides."""
         return self.model.chunk, self.model.chunk
+
+    def program_for(self, method: Any, sampling: Sampling) -> Any:
+        """What takes whole steps of a text without the host; None where the host must stand between."""
+        return None
+
+    def read(self, sequence: Sequence, see: See | None = None) -> Asking[None]:
+        """Compute all of the sequence's text but its last token, by asking for the work."""
+        most, _ = self.reading(sequence)
+        while behind := len(sequence.tokens) - 1 - len(sequence.slots):
+            rows = self.pool.place_text(sequence, min(behind, most))
+            sequence.asked = len(rows)
+            output = yield Work(self, sequence, rows, 0)
+            sequence.asked = 0
+            if see:
+                see(output.hidden)
 
     def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
         """Compute the draft's rows, and before them whatever text of the sequence is not computed yet.
@@ -181,6 +213,15 @@ class Engine:
         """
         output = self.model.forward(self.pool, rows, logits, start, stop, hidden, self.compiled)
         return answered(output, question)
+
+
+def together(works: Items[Work | Turn]) -> Items[Any]:
+    """What comes of works that go with each other."""
+    first = works[0]
+    if isinstance(first, Turn):
+        replies: list[Any] = first.program.turn([work.lane for work in works if isinstance(work, Turn)])
+        return replies
+    return first.engine.run([work for work in works if isinstance(work, Work)])
 
 
 @torch.inference_mode()

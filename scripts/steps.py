@@ -1,0 +1,313 @@
+"""What stands between the steps: tokens/s and milliseconds of whole steps on a CUDA GPU, in bfloat16.
+
+    python scripts/steps.py one      --model DIR --data FILE --times 8   one text: where a step's time goes, by method
+    python scripts/steps.py together --model DIR --data FILE --times 8   4, 16 and 64 texts at the same time
+    python scripts/steps.py sampling --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
+
+DIR and FILE are as in gpu_session.py; `--times 8` widens the embedded model to 7.25 billion weights, 1 leaves it as it
+is. `--host` also runs every method the other way, with the host between draft, score and verdict. All entries take
+turns on each prompt, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gpu_session import DTYPE, assemble, widen, widen_ready
+from measure import spec_bench, written_together
+from outpace import Amphista, Autoregressive, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
+from outpace.methods.headed import Ready, shipped
+from outpace.models.hf import HFModel
+from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.program import Program
+
+CONSOLE = Console(width=150)
+READING = 4.48e12  # bytes a second that an H200 reads
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], dict[str, float]]:
+    """A decoder, the methods, and for each the milliseconds that its heads' weights take to be read."""
+    if arguments.gguf:
+        assemble(arguments.gguf, Path(arguments.model))
+    small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    narrow = HFModel(small, check=False)
+    heads: dict[str, Ready] = {}
+    for kind in ("medusa", "amphista"):
+        ready = shipped(kind, narrow)
+        assert ready is not None
+        heads[kind] = widen_ready(ready, arguments.times)
+    start = time.perf_counter()
+    decoder = Decoder(widen(small, arguments.times), tokenizer, Autoregressive())
+    decoder.generate("Hello", max_new_tokens=1)
+    print(f"first token {time.perf_counter() - start:.1f} s after load, compilation and capture included")
+    chosen: dict[str, Method] = {
+        "plain": Autoregressive(),
+        "prompt-lookup (32 rows)": PromptLookup(rows=32, priced=False),
+        "lookahead (7, 4, 7)": Lookahead(window=7, ngram=4, guesses=7),
+        "medusa with lookup (64 rows)": Medusa(heads=heads["medusa"], rows=64, priced=False),
+        "amphista with lookup (32 rows)": Amphista(heads=heads["amphista"], rows=32, priced=False),
+        "amphista with lookup (64 rows)": Amphista(heads=heads["amphista"], rows=64, priced=False),
+    }
+    if arguments.only:
+        chosen = {name: method for name, method in chosen.items() if name.startswith(("plain", *arguments.only))}
+    floors = dict.fromkeys(chosen, 0.0)
+    output = decoder.model.vocabulary * decoder.model.width
+    for name in chosen:
+        kind = name.split()[0]
+        if kind in heads:
+            weights = sum(weight.numel() for weight in heads[kind].heads.parameters()) + output
+            floors[name] = weights * torch.finfo(DTYPE).bits / 8 / READING * 1000
+    return decoder, {name: decoder.prepare(method) for name, method in chosen.items()}, floors
+
+
+def prompts_of(decoder: Decoder, arguments: argparse.Namespace, each: int) -> list[list[int]]:
+    """Prompts of all tasks in turn, none too long for the first size of graphs."""
+    questions = spec_bench(arguments.data, each)
+    mixed = [question for first in range(each) for question in questions[first::each]]
+    prompts = [decoder.encode(question["text"]) for question in mixed]
+    return [prompt for prompt in prompts if len(prompt) + arguments.tokens < 900]
+
+
+def median_ms(run: Any, repeats: int = 20) -> float:
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def graph_ms(program: Program, prompt: list[int], group: int = 1) -> tuple[float, float]:
+    """Milliseconds of a whole step on the device while a text is written, and of its target's forward alone."""
+    engine = program.engine
+    with engine.pool.sequence(prompt) as sequence:
+        from outpace.runtime.plain import alone
+
+        seen: list[torch.Tensor] = []
+        alone(engine.read(sequence, program.sees(seen)))
+        lane = program.open(sequence, Sampling(), 700, seen)
+        try:
+            whole = program._graph(group, 1024, frozenset())
+            both = median_ms(whole.run, 12)
+        finally:
+            program.close(lane)
+    if group > 1:
+        return both, 0.0
+    target = engine._graph(next(size for size in [*engine.sizes] if size >= program.rows), len(prompt))
+    return both, median_ms(target._graph.replay)
+
+
+def one(arguments: argparse.Namespace) -> None:
+    decoder, methods, floors = prepare(arguments)
+    engine = decoder.engine
+    assert isinstance(engine, GraphEngine)
+    prompts = prompts_of(decoder, arguments, arguments.each)
+    entries = {
+        (name, whole): method for name, method in methods.items() for whole in (True, False)[: 1 + arguments.host]
+    }
+    seconds, tokens, steps, same = ({entry: [] for entry in entries} for _ in range(4))
+
+    def write(entry: tuple[str, bool], prompt: list[int]) -> tuple[float, Any]:
+        engine.whole_steps = entry[1]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = decoder.generate(prompt, method=entries[entry], max_new_tokens=arguments.tokens)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, result
+
+    for entry in entries:  # graphs are captured
+        start = time.perf_counter()
+        for prompt in [
+            *prompts[:2],
+            *(prompts[0] * 9)[:0],
+            *(prompts[0][:1] * size for size in (3, 12, 28, 60, 120, 250)),
+        ]:
+            write(entry, prompt)
+        print(f"{entry}: {time.perf_counter() - start:.1f} s for two texts, captures included", flush=True)
+    for prompt in prompts:
+        plain: list[int] = []
+        for entry in entries:
+            spent, result = write(entry, prompt)
+            plain = plain or result.token_ids
+            seconds[entry].append(spent)
+            tokens[entry].append(result.new_tokens)
+            steps[entry].append(result.steps)
+            same[entry].append(result.token_ids == plain)
+    engine.whole_steps = True
+    table = Table(
+        "method",
+        "host",
+        "tokens/s",
+        "plain = 1",
+        "tokens a step",
+        "ms a step",
+        "graph",
+        "target",
+        "heads",
+        "beyond",
+        "same",
+    )
+    base = sum(tokens["plain", True]) / sum(seconds["plain", True])
+    for (name, whole), method in entries.items():
+        entry = (name, whole)
+        speed, count = sum(tokens[entry]) / sum(seconds[entry]), sum(steps[entry])
+        parts = ["", "", "", ""]
+        if whole:
+            both, target = graph_ms(engine.program_for(method, Sampling()), prompts[0])
+            parts = [f"{both:.2f}", f"{target:.2f}", f"{floors[name]:.2f}", f"{both - target - floors[name]:.2f}"]
+        table.add_row(
+            *(name, "ahead" if whole else "between", f"{speed:.1f}", f"{speed / base:.2f}"),
+            *(f"{sum(tokens[entry]) / count:.2f}", f"{sum(seconds[entry]) / count * 1000:.2f}", *parts),
+            f"{sum(same[entry])} of {len(same[entry])}",
+        )
+    CONSOLE.print(f"times {arguments.times}, {len(prompts)} prompts, {arguments.tokens} tokens", table)
+    if arguments.profile:
+        profile(engine, methods, prompts[0])
+
+
+def profile(engine: GraphEngine, methods: dict[str, Method], prompt: list[int]) -> None:
+    """What each kernel adds to a step."""
+    for name, method in methods.items():
+        program = engine.program_for(method, Sampling())
+        whole = program._graph(1, 1024, frozenset())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+            whole.run()
+            torch.cuda.synchronize()
+        added: dict[str, list[float]] = {}
+        done = 0.0
+        for event in sorted(prof.events(), key=lambda event: event.time_range.end):
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                added.setdefault(event.name, []).append(event.time_range.end - max(done, event.time_range.start))
+                done = event.time_range.end
+        print(f"{name}: {sum(map(len, added.values()))} kernels, {sum(map(sum, added.values())) / 1000:.2f} ms")
+        for kernel, times in sorted(added.items(), key=lambda item: -sum(item[1]))[:40]:
+            print(f"   {sum(times):8.0f} us {len(times):5d} x  {kernel[:110]}")
+
+
+def together(arguments: argparse.Namespace) -> None:
+    decoder, methods, _ = prepare(arguments)
+    small = {"prompt-lookup (8 rows)": PromptLookup(rows=8, priced=False)}
+    small |= {
+        f"{name.split()[0]} with lookup (8 rows)": type(method)(heads=method.heads, rows=8, priced=False)
+        for name, method in methods.items()
+        if name == "amphista with lookup (32 rows)"
+    }
+    methods = {name: methods[name] for name in methods if name == "plain"}
+    methods |= {name: decoder.prepare(method) for name, method in small.items()}
+    prompts = prompts_of(decoder, arguments, 24)[:64]
+    table = Table(
+        "method", "texts", "tokens/s", "plain alone = 1", "plain of as many = 1", "while all are written", "of one"
+    )
+    base: dict[int, float] = {}
+    writing: dict[tuple[str, int], float] = {}
+    for most in arguments.texts:
+        for name, method in methods.items():
+            some = prompts[: max(4, most)]
+            for _ in range(2):  # the first time graphs are captured
+                written, spent = written_together(decoder, method, some, most, arguments.tokens)
+            speed = sum(map(len, written)) / spent
+            writing[name, most] = steady(decoder, method, some[:most], arguments.tokens)
+            if name == "plain":
+                base[most] = speed
+            table.add_row(
+                *(
+                    name,
+                    str(most),
+                    f"{speed:.0f}",
+                    f"{speed / base[arguments.texts[0]]:.2f}",
+                    f"{speed / base[most]:.2f}",
+                ),
+                *(f"{writing[name, most]:.0f}", f"{writing[name, most] / writing['plain', arguments.texts[0]]:.2f}"),
+            )
+    CONSOLE.print(f"times {arguments.times}, {arguments.tokens} tokens", table)
+
+
+def steady(decoder: Decoder, method: Method, prompts: list[list[int]], tokens: int) -> float:
+    """Tokens/s from when all texts are being written until the first one ends."""
+    decoder.ends, ends = [], decoder.ends
+    try:
+        batch = decoder.batch()
+        for prompt in prompts:
+            batch.add(prompt, method=method, max_new_tokens=4 * tokens)
+        begun: set[int] = set()
+        written, start = 0, 0.0
+        for number, step in batch:
+            if isinstance(step, Exception):
+                raise step
+            if len(begun) == len(prompts):
+                start = start or time.perf_counter()
+                written += len(step.tokens)
+                if step.finish or written > tokens * len(prompts):
+                    break
+            begun.add(number)
+        return written / (time.perf_counter() - start)
+    finally:
+        batch.close()
+        decoder.ends = ends
+
+
+def sampling(arguments: argparse.Namespace) -> None:
+    decoder, methods, _ = prepare(arguments)
+    prompts = prompts_of(decoder, arguments, arguments.each)
+    entries = {
+        "greedy": Sampling(),
+        "T = 0.8": Sampling(temperature=0.8),
+        "T = 0.8, top-p 0.95": Sampling(temperature=0.8, top_p=0.95),
+        "repetition penalty 1.1": Sampling(repetition_penalty=1.1),
+    }
+    decoder.ends = []
+    speeds: dict[str, list[float]] = {name: [] for name in entries}
+    for turn in range(2):
+        for prompt in prompts[:8]:
+            for name, chosen in entries.items():
+                start = time.perf_counter()
+                result = decoder.generate(
+                    prompt, method=methods["plain"], max_new_tokens=arguments.tokens, sampling=chosen
+                )
+                torch.cuda.synchronize()
+                if turn:
+                    speeds[name].append(result.new_tokens / (time.perf_counter() - start))
+    table = Table("sampling", "tokens/s", "greedy = 1")
+    for name, found in speeds.items():
+        table.add_row(
+            name,
+            f"{statistics.median(found):.1f}",
+            f"{statistics.median(found) / statistics.median(speeds['greedy']):.3f}",
+        )
+    CONSOLE.print(table)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["one", "together", "sampling"])
+    parser.add_argument("--model", required=True, help="the embedded model's folder")
+    parser.add_argument("--gguf", type=Path, nargs="+", help="pieces of its file, to make the folder from")
+    parser.add_argument("--data", type=Path, required=True, help="Spec-Bench's question file")
+    parser.add_argument("--times", type=int, default=8)
+    parser.add_argument("--each", type=int, default=3, help="prompts of each of the six tasks")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--only", nargs="+", help="plain, and methods that begin so")
+    parser.add_argument("--host", action="store_true", help="also with the host between the verbs of a step")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of each step")
+    arguments = parser.parse_args()
+    globals()[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A computation on rows in fixed places, which a CUDA graph can be captured of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..draft import Mask
+from ..models.adapter import FixedRows, Model
+from ..models.attention import SlotLists
+from ..pool import Numbers, Pool, Rows
+
+WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
+TILE = 16  # the most rows of one text that attention does together, if there are several texts
+
+
+class FixedStep:
+    """A computation on a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
+
+    def __init__(
+        self, model: Model, pool: Pool, text: torch.Tensor, size: int, span: int, exact: bool, texts: int = 0
+    ) -> None:
+        self.pool = pool
+        self.size = size
+        self.on_gpu = pool.device.type == "cuda"
+        width = WIDTH if exact else max(2, -(-size // 64))  # a width of 1 would be compiled apart
+        # Sizes that differ from each other are compiled as sizes that may change independently.
+        self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
+        tiles = size // self._tile + texts + 1 if texts else 3
+        parts = [len(text), size, 2 * tiles, size, size, size, size * width]
+        self._host = torch.zeros(sum(parts), dtype=torch.long, pin_memory=self.on_gpu)
+        lengths, whose, table, tokens, positions, slots, tree = torch.split(self._host, parts)
+        self._lengths: Numbers = lengths.numpy()
+        self._whose: Numbers = whose.numpy()
+        self._tiles: Numbers = table.view(2, tiles).numpy()
+        self._rows: Numbers = self._host.numpy()[sum(parts[:3]) : sum(parts[:6])].reshape(3, size)
+        self._tree: Numbers = tree.view(size, width).numpy()
+        # A row that fills up sees itself beyond the text: in exact mode by its slot, otherwise by a bit.
+        self._itself = np.eye(size, width * 64, dtype=np.bool_)
+        self._alone = pool.scratch if exact else bits(self._itself)
+        if texts:
+            self._fill_packed([], [])
+        else:
+            self._fill(np.zeros((3, 0), dtype=np.int64), np.zeros((0, width), dtype=np.int64), 0)
+        self._box = self._host.to(pool.device)
+        length, whose, table, tokens, positions, slots, tree = torch.split(self._box, parts)
+        seen = (text, length, whose, table, positions, slots, tree.view(size, width))
+        self.rows = FixedRows(tokens, positions, slots, SlotLists(*seen, span, self._tile, exact))
+        # Rows that come from the middle, or from the end, bring their hidden states.
+        self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
+        self._graph: Any = None
+        self._copied: Any = None  # tells when the last copy to the device is done
+        if self.on_gpu:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def _step(self) -> None:
+        """What is computed, on `rows` and `hidden`."""
+        raise NotImplementedError
+
+    def compute(self) -> None:
+        """Kernel by kernel."""
+        with torch.inference_mode():
+            self._step()
+
+    def capture(self, memory: Any) -> Any:
+        """Record the step, its memory from the pool `memory`. All rows write to the scratch slot meanwhile."""
+        self.warm_up()
+        if not self.on_gpu:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            self.compute()
+        self._graph = graph
+        return graph.pool()
+
+    def warm_up(self) -> None:
+        """Compile, and let libraries choose their kernels, on a stream of its own as captures want it."""
+        if not self.on_gpu:
+            self.compute()
+            return
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.compute()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _fill(self, numbers: Numbers, tree: Numbers, past: int) -> None:
+        count, width = tree.shape
+        self._lengths[0] = past
+        self._rows[:, :count] = numbers
+        self._rows[:, count:] = [[0], [past], [self.pool.scratch]]
+        self._tree[:] = self._alone
+        self._tree[:count] = 0
+        self._tree[:count, :width] = tree
+
+    def _fill_packed(self, parts: list[Rows], lines: list[int]) -> None:
+        among = self._itself.copy()
+        tiles: list[tuple[int, int]] = []
+        first = 0
+        for rows, line in zip(parts, lines, strict=True):
+            stop = first + len(rows)
+            self._rows[:, first:stop] = rows.numbers
+            self._whose[first:stop] = line
+            self._lengths[line] = len(rows.text)
+            among[first:stop, first:stop] = rows.among
+            tiles += [(start, min(start + self._tile, stop)) for start in range(first, stop, self._tile)]
+            first = stop
+        self._rows[:, first:] = [[0], [0], [self.pool.scratch]]
+        self._whose[first:] = len(self._lengths) - 1  # the text that is empty
+        tiles += [(start, min(start + self._tile, self.size)) for start in range(first, self.size, self._tile)]
+        self._tiles[:] = 0
+        self._tiles[:, : len(tiles)] = np.array(tiles).T
+        self._tree[:] = bits(among)
+
+    def _place_lanes(self, each: int) -> None:
+        """Rows are of several texts for good, `each` of the first, the next, and so on."""
+        texts = self.size // each
+        self._whose[:] = np.repeat(np.arange(texts), each)
+        starts = [start for text in range(texts) for start in range(text * each, (text + 1) * each, self._tile)]
+        stops = [min(start + self._tile, (start // each + 1) * each) for start in starts]
+        self._tiles[:] = 0
+        self._tiles[:, : len(starts)] = [starts, stops]
+        self._box.copy_(self._host)
+
+    def launch(self, numbers: Numbers, tree: Numbers, past: int, token: torch.Tensor | None = None) -> None:
+        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot.
+
+        `token` [1], on the device, takes the place of the first row's.
+        """
+        self._wait()
+        self._fill(numbers, tree, past)
+        self._go(token)
+
+    def launch_packed(self, parts: list[Rows], lines: list[int]) -> None:
+        """The same with rows of several texts. `lines` says where the lists of their slots are."""
+        self._wait()
+        self._fill_packed(parts, lines)
+        self._go()
+
+    def _wait(self) -> None:
+        """The copy before this one may still be reading."""
+        if self._copied:
+            self._copied.synchronize()
+
+    def _go(self, token: torch.Tensor | None = None) -> None:
+        self._box.copy_(self._host, non_blocking=True)
+        if self._copied:
+            self._copied.record()
+        if token is not None:
+            self.rows.tokens[:1].copy_(token)
+        self.run()
+
+    def run(self) -> None:
+        """Compute what is in the fixed places."""
+        if self._graph is None:
+            self.compute()
+        else:
+            self._graph.replay()
+
+
+def bits(mask: Mask) -> Numbers:
+    """Words of 64 bits from a mask."""
+    words: Numbers = np.packbits(mask, axis=1, bitorder="little").view(np.int64)
+    return words

@@ -1,0 +1,373 @@
+"""A whole step as one program: draft, rows, score, pick, walk, keep and learn, without the host.
+
+The texts lie in lanes on the device. A program is a function of their state, captured as one CUDA graph. The host
+launches it one step ahead, and reads what came of the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..draft import MODEL, Draft
+from ..models.adapter import FixedRows
+from ..models.best import find_best
+from ..picking import Sampling
+from ..pool import Numbers, Sequence
+from ..sources.base import Plan, Reading
+from ..sources.ngrams import Ngrams
+from ..step.choosing import Choices
+from ..step.lanes import Lanes, pack
+from ..step.nodes import Rows, plant
+from ..step.walking import Walk, walk
+from .fixed import FixedStep
+
+if TYPE_CHECKING:
+    from .graphs import GraphEngine
+
+LANES = 64  # texts that a program has at the same time
+GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
+AHEAD = 2  # steps that the device may be ahead of what the host knows
+
+
+class Stepped(NamedTuple):
+    """What a step has left of one text."""
+
+    rows: tuple[int, ...]  # accepted, row 0 first
+    tokens: tuple[int, ...]  # the target's choice after each
+    draft: Draft
+    fault: bool  # after these tokens the target had nothing to choose
+
+
+class Program:
+    """Steps of one method, for the texts in its lanes."""
+
+    def __init__(self, engine: GraphEngine, plan: Plan) -> None:
+        model, device = engine.model, engine.pool.device
+        self.engine, self.plan = engine, plan
+        self.sources = plan.sources(LANES, device)
+        self.names = [MODEL]
+        for source in self.sources:
+            source.first = len(self.names)
+            self.names += source.names
+        self.deepest = max((source.deepest for source in self.sources), default=0)
+        probes = sum(source.probes for source in self.sources)
+        self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
+        assert probes < max(self.rows, 1) or not self.sources
+        longest = min(model.context, engine.pool.capacity) + self.margin
+        self.lanes = Lanes(engine.lines, longest, device)
+        self.choices = Choices(LANES, model.vocabulary, device)
+        self._texts: list[Sequence | None] = [None] * LANES
+        self._known: list[int] = [0] * LANES  # the length of each text, as far as the host has heard
+        self._graphs: dict[tuple[int, int, frozenset[str]], _Whole] = {}
+        self._flying: list[_Flight] = []  # launched, and not read yet
+
+    @property
+    def margin(self) -> int:
+        """Slots and places that a text needs beyond its greatest length, for rows that are not accepted."""
+        return max(self.size(1), self.size(LANES)) + self.deepest + 2
+
+    def size(self, lanes: int) -> int:
+        """Rows of each lane in a graph for so many lanes."""
+        if lanes == 1:
+            return max(2, -(-self.rows // 8) * 8 if self.rows > 2 else 2)  # one row alone would be compiled apart
+        size = 1
+        while size < self.rows:
+            size *= 2
+        return size
+
+    def has_room(self) -> bool:
+        """Whether one more text can be opened."""
+        return None in self._texts
+
+    def sees(self, seen: list[torch.Tensor]) -> Any:
+        """What is to be shown the hidden states of a prompt: None, if no source reads them."""
+        reads = any(isinstance(source, Reading) for source in self.sources)
+        return (lambda hidden: seen.append(hidden.clone())) if reads else None
+
+    def open(self, sequence: Sequence, sampling: Sampling, more: int | None, seen: list[torch.Tensor]) -> int:
+        """Take over a text whose tokens but the last are computed; its lane.
+
+        It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. `seen` are the
+        hidden states of what is computed, if a source reads them.
+        """
+        context = self.engine.model.context
+        limit = context if more is None else min(len(sequence.tokens) + more, context)
+        lane = self._texts.index(None)
+        self._texts[lane] = sequence
+        self._known[lane] = len(sequence.tokens)
+        pool = self.engine.pool
+        more = max(limit - len(sequence.tokens), 0) + self.margin
+        sequence.drafted = pool.allocate(more)
+        with torch.inference_mode():
+            Lanes.open(self.lanes, lane, sequence.tokens, sampling.seed)
+            self.lanes.place(lane, [*sequence.slots, *sequence.drafted], limit)
+            self.choices.open(lane, sampling, sequence.tokens)
+            for source in self.sources:
+                source.open(lane, sequence.tokens, sampling.seed)
+                if isinstance(source, Reading):
+                    source.begin(lane, seen, sequence, sampling)
+        return lane
+
+    def close(self, lane: int) -> None:
+        """The text has ended. Whatever is still computed for it goes nowhere that matters."""
+        self._texts[lane] = None
+        self.choices.close(lane)
+        with torch.inference_mode():
+            self.lanes.limits[lane] = 0
+
+    def turn(self, lanes: Items[int]) -> list[Stepped | None]:
+        """The next step of each lane; None where it is not there yet: ask again. The one after it is begun."""
+        asked = {lane: self._texts[lane] for lane in lanes}
+        flight = self._flying.pop(0) if self._flying else self._launch()
+        if not any(flight.texts.get(lane) is text for lane, text in asked.items()):
+            flight = self._launch()  # all of that was for others, who are gone
+        if not self._flying:
+            self._flying.append(self._launch())
+        numbers = flight.read()
+        found: list[Stepped | None] = []
+        for lane, text in asked.items():
+            if flight.texts.get(lane) is not text:
+                found.append(None)
+                continue
+            stepped = self._unpack(numbers[lane], flight.size)
+            self._known[lane] += len(stepped.tokens)
+            found.append(stepped)
+        return found
+
+    def _launch(self) -> _Flight:
+        texts = {lane: text for lane, text in enumerate(self._texts) if text is not None}
+        group = next(group for group in GROUPS if group > max(texts))
+        longest = max(self._known[lane] for lane in texts) + AHEAD * (self.deepest + 1)
+        graph = self._graph(group, self.engine.span(longest), self.choices.needs)
+        graph.run()
+        return _Flight(texts, graph)
+
+    def _graph(self, group: int, span: int, needs: frozenset[str]) -> _Whole:
+        key = (group, span, needs)
+        if key not in self._graphs:
+            self._graphs[key] = self.engine.captured(lambda: _Whole(self, *key), self.size(group) * group, span, group)
+        return self._graphs[key]
+
+    def _unpack(self, numbers: Numbers, size: int) -> Stepped:
+        """Of one lane what `_Whole._report` has packed."""
+        deep = self.deepest + 1
+        count, fault = int(numbers[0]), int(numbers[1])
+        parts = np.split(numbers[2:], [deep, 2 * deep, 2 * deep + size, 2 * deep + 2 * size, 2 * deep + 3 * size])
+        path, tokens, row_tokens, parents, sources, marks = (part.tolist() for part in parts)
+        real = sum(mark > 0 for mark in marks)
+        count = min(count, fault) if fault >= 0 else count
+        draft = Draft(
+            tuple(row_tokens[:real]),
+            (-1, *parents[1:real]),
+            sum(mark > 1 for mark in marks),
+            tuple(self.names[source] for source in sources[:real]),
+        )
+        return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0)
+
+
+class _Flight:
+    """A step that the device computes, or has computed."""
+
+    def __init__(self, texts: dict[int, Sequence], graph: _Whole) -> None:
+        self.texts = texts
+        self.size = graph.each
+        self._report, self._done = graph.bring()
+
+    def read(self) -> Numbers:
+        """[lanes, numbers] what was reported; waits for it."""
+        if self._done:
+            self._done.synchronize()
+        numbers: Numbers = self._report.numpy()
+        return numbers
+
+
+class _Whole(FixedStep):
+    """The step of some lanes, in one graph."""
+
+    def __init__(self, program: Program, group: int, span: int, needs: frozenset[str]) -> None:
+        engine = program.engine
+        self.program, self.model, self.needs = program, engine.model, needs
+        self.group, self.each = group, program.size(group)
+        self.compiled, self.exact = engine.compiling, engine.exact
+        size = group * self.each
+        super().__init__(
+            engine.model, engine.pool, program.lanes.slots, size, span, engine.exact, group if group > 1 else 0
+        )
+        self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
+        self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
+        if group > 1:
+            self._place_lanes(self.each)
+        self.heads = [
+            _Heads(program, source, group, span, needs) for source in program.sources if isinstance(source, Reading)
+        ]
+        self.report = torch.zeros(0)
+
+    def _step(self) -> None:
+        program, lanes = self.program, self.lanes
+        rows = self._draft()
+        output = self._score()
+        found = find_best(output.logits)
+        picks, there = program.choices.choose(output.logits, found, lanes, rows, self.needs)
+        before = lanes.lengths.clone()
+        self.report, kept = self._settle(rows, picks, found, there)
+        for heads in self.heads:
+            heads.read(before, kept, output.hidden.view(self.group, self.each, -1))
+
+    def _draft(self) -> Rows:
+        """The rows of the step, from what all sources guess."""
+        program, lanes = self.program, self.lanes
+        room = self.model.rooms(lanes.lengths - 1)
+        offers = [nodes for source in program.sources for nodes in source.guess(self.texts, room)]
+        plan = program.plan
+        rows = plant(lanes.roots(), offers, program.rows, room, plan.gate, plan.prices, self.each)
+        self._place(rows)
+        return rows
+
+    def _settle(
+        self, rows: Rows, picks: torch.Tensor, found: torch.Tensor, there: torch.Tensor
+    ) -> tuple[torch.Tensor, Walk]:
+        """Walk down the trees, keep what holds, let sources learn from it; a report for the host, and what was kept."""
+        program, lanes = self.program, self.lanes
+        best = found[0].long().view_as(picks)
+        kept = lanes.keep(rows, walk(rows, picks, program.deepest))
+        program.choices.learn(kept.tokens, kept.counts, self.needs)
+        for source in program.sources:
+            source.learn(self.texts, rows, best, kept)
+        return self._report(rows, kept, there), kept
+
+    def _place(self, rows: Rows) -> None:
+        """Write the rows to where the model reads them."""
+        lanes, fixed = self.lanes, self.rows
+        start = (lanes.lengths - 1).clamp(min=0)
+        slots = lanes.slots_for(rows, self.pool.scratch)
+        fixed.tokens.copy_(rows.tokens.flatten())
+        fixed.positions.copy_((start[:, None] + rows.depths).flatten())
+        fixed.slots.copy_(slots.flatten())
+        fixed.lists.length[: self.group].copy_(start * lanes.active())
+        tree = fixed.lists.tree
+        if self.exact:  # the slots of a row's ancestors, and its own, by depth
+            depth = torch.arange(self.program.deepest + 1, device=slots.device)
+            at = rows.sees[:, :, None] & (rows.depths[:, None, None] == depth[:, None])  # [lanes, rows, depth, rows]
+            above = slots.gather(1, at.int().argmax(3).flatten(1)).view(self.size, -1)
+            above[:, 0] = torch.where(rows.valid, slots[:, :1], self.pool.scratch).flatten()
+            tree[:, : above.shape[1]].copy_(above)
+        else:
+            self._show(tree, rows.sees)
+
+    def _show(self, tree: torch.Tensor, sees: torch.Tensor) -> None:
+        words = pack(sees)  # [lanes, rows, words]
+        if self.group == 1:
+            tree[:, : words.shape[2]].copy_(words[0])
+            return
+        lane = torch.arange(self.group, device=tree.device)
+        if self.each < 64:  # several lanes share a word
+            words = words << (lane * self.each % 64)[:, None, None]
+        place = (lane * self.each // 64)[:, None] + torch.arange(words.shape[2], device=tree.device)
+        tree.zero_()
+        shaped = tree.view(self.group, self.each, -1)
+        shaped.scatter_(2, place[:, None].expand(-1, self.each, -1), words)
+
+    def _score(self) -> Any:
+        """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
+        most = self.program.engine.most_rows if self.exact else self.size
+        if self.size <= most:
+            return self.model.forward(self.pool, self.rows, self.size, compiled=self.compiled)
+        parts = []
+        for start in range(0, self.size, most):
+            some = slice(start, start + most)
+            lists = self.rows.lists._replace(
+                positions=self.rows.positions[some], slots=self.rows.slots[some], tree=self.rows.lists.tree[some]
+            )
+            rows = FixedRows(self.rows.tokens[some], self.rows.positions[some], self.rows.slots[some], lists)
+            parts.append(self.model.forward(self.pool, rows, len(rows), compiled=self.compiled))
+        return parts[0]._replace(
+            logits=torch.cat([part.logits for part in parts]), hidden=torch.cat([part.hidden for part in parts])
+        )
+
+    def _report(self, rows: Rows, kept: Walk, there: torch.Tensor) -> torch.Tensor:
+        """[lanes, numbers] for the host: see `Program._unpack`."""
+        depth = torch.arange(kept.rows.shape[1], device=there.device)
+        lost = ~there.gather(1, kept.rows) & (depth < kept.counts[:, None])
+        fault = torch.where(lost.any(1), lost.int().argmax(1), -1)
+        marks = rows.valid.int() + (rows.valid & rows.accepted)
+        numbers = [kept.counts[:, None], fault[:, None], kept.rows, kept.tokens, rows.tokens, rows.parents]
+        return torch.cat([part.int() for part in (*numbers, rows.sources, marks)], 1)
+
+    def capture(self, memory: Any) -> Any:
+        """Without a trace in the lanes: they rest meanwhile, and all is as it was afterwards."""
+        program = self.program
+        state = _tensors([program.lanes, program.choices, *program.sources])
+        saved = [part.clone() for part in state]
+        with torch.inference_mode():
+            program.lanes.limits.zero_()
+        try:
+            return super().capture(memory)
+        finally:
+            with torch.inference_mode():
+                for part, before in zip(state, saved, strict=True):
+                    part.copy_(before)
+
+    def bring(self) -> tuple[torch.Tensor, Any]:
+        """The report on its way to the host, and what tells when it is there."""
+        if not self.on_gpu:
+            return self.report.clone(), None
+        here = torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True)
+        here.copy_(self.report, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return here, done
+
+
+class _Heads(FixedStep):
+    """What heads read of the rows that a step has kept."""
+
+    def __init__(self, program: Program, source: Reading, group: int, span: int, needs: frozenset[str]) -> None:
+        engine = program.engine
+        self.needs = needs
+        self.each = program.deepest + 1
+        if group > 1:
+            self.each = 1 << program.deepest.bit_length()  # lanes do not part a word of bits
+        super().__init__(
+            engine.model, engine.pool, program.lanes.slots, group * self.each, span, False, group if group > 1 else 0
+        )
+        self.source, self.group, self.lanes = source, group, program.lanes.view(group, program.lanes.tokens.shape[1])
+        self.choices = program.choices
+        if group > 1:
+            self._place_lanes(self.each)
+        causal = torch.ones(group, self.each, self.each, dtype=torch.bool, device=self.pool.device).tril()
+        _Whole._show(self, self.rows.lists.tree, causal)  # type: ignore[arg-type]
+
+    def read(self, before: torch.Tensor, kept: Walk, hidden: torch.Tensor) -> None:
+        """Rows [lanes, deepest + 1] that were kept behind so many tokens of text `before`."""
+        rows, count = self.rows, kept.rows.shape[1]
+        place = torch.arange(self.each, device=before.device)
+        start = (before - 1).clamp(min=0)
+        real = place < kept.counts[:, None]
+
+        def wide(values: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(values, (0, self.each - count))
+
+        rows.tokens.copy_(wide(kept.tokens).flatten())
+        rows.positions.copy_((start[:, None] + place).flatten())
+        slots = self.lanes.slots.gather(1, start[:, None] + place)
+        rows.slots.copy_(torch.where(real, slots, self.pool.scratch).flatten())
+        rows.lists.length[: self.group].copy_(torch.where(kept.counts > 0, start, 0))
+        states = hidden.gather(1, wide(kept.rows)[..., None].expand(-1, -1, hidden.shape[2]))
+        last = (kept.counts - 1).clamp(min=0) + torch.arange(self.group, device=before.device) * self.each
+        self.source.read(rows, states.flatten(0, 1), last, self.lanes, self.choices, self.needs)
+
+
+def _tensors(owners: Items[Any]) -> list[torch.Tensor]:
+    """All tensors that objects hold, and those that they hold in turn."""
+    found: list[torch.Tensor] = []
+    for owner in owners:
+        for value in vars(owner).values():
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, Ngrams):
+                found += _tensors([value])
+    return found

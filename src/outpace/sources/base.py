@@ -1,0 +1,78 @@
+"""What a source is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..step.nodes import Nodes, Rows
+from ..step.texts import Texts
+from ..step.walking import Walk
+
+
+class Source:
+    """Guesses for the texts of some lanes. Its tensors stay in place, so that a CUDA graph can be captured of it."""
+
+    names: Sequence[str]  # of its sources: `Nodes.source` counts from `first` on
+    first: int = 0
+    deepest: int  # how far ahead its guesses reach
+    nodes: int  # how many it offers at most, probes included
+    probes: int = 0  # how many of them must be computed
+
+    def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
+        """A text begins in a lane."""
+
+    def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
+        """Guesses below the ends of the texts. Those deeper than `room` [lanes] will be left out."""
+        raise NotImplementedError
+
+    def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk) -> None:
+        """What the model said after each row, `best` [lanes, rows], and where the walk went.
+
+        The walk's tokens are part of the texts by now.
+        """
+
+
+class Reading(Source):
+    """A source that reads the hidden states of rows that were kept, too."""
+
+    def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Any) -> None:
+        """After `open`: the states of the computed text, in pieces [tokens, width]."""
+        raise NotImplementedError
+
+    def read(
+        self,
+        rows: Any,
+        hidden: torch.Tensor,
+        last: torch.Tensor,
+        texts: Texts,
+        choices: Any,
+        needs: frozenset[str],
+    ) -> None:
+        """New rows of the texts, in fixed places: `rows` with the token after each, their states [rows, width].
+
+        `last` [lanes] are the last of each lane. `choices` and `needs` say how their next tokens will be chosen.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a method drafts: from which sources, and how much."""
+
+    sources: Callable[[int, torch.device], list[Source]]  # for so many lanes
+    rows: int  # of a tree, the root included
+    gate: float = 0.0  # see `plant`
+    prices: torch.Tensor | None = None
+
+
+def pick_from(texts: Texts, count: int) -> torch.Tensor:
+    """[lanes, count] tokens of the texts, drawn by chance: by the seed and the length of the text."""
+    place = torch.arange(count, device=texts.device)
+    state = texts.seeds[:, None] + texts.lengths[:, None] * 0x1E3779B97F4A7C15 + place * 0x1B873593
+    state = (state ^ (state >> 33)) * 0x2545F4914F6CDD1D
+    state = (state ^ (state >> 29)) * 0x1E3779B97F4A7C15
+    return texts.tokens.gather(1, (state >> 20) % texts.lengths[:, None].clamp(min=1))

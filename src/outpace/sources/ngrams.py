@@ -1,0 +1,80 @@
+"""A memory of short runs of tokens: the pool of Lookahead Decoding, as a ring that is looked through."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+NONE = -1  # in place of a token
+SIZE = 4096  # runs that a lane remembers
+
+
+class Ngrams:
+    """The newest n-grams of each lane. Looking one up compares them all: that is nothing for a GPU, little for a CPU.
+
+    >>> memory = Ngrams(1, 3, torch.device("cpu"))
+    >>> memory.add(torch.tensor([[[7, 1, 1], [7, 2, 2], [5, 3, 3], [7, 1, 1]]]))
+    >>> memory.after(torch.tensor([[[4, 7]]]), 3)[0].tolist()
+    [[[[1, 1, -1], [2, 2, -1], [-1, -1, -1]]]]
+    """
+
+    def __init__(self, lanes: int, width: int, device: torch.device, size: int = SIZE) -> None:
+        """For n-grams of up to `width` tokens."""
+        self.size = size
+        self._runs = torch.full((lanes, size + 1, width), NONE, device=device)  # the last is for what is no n-gram
+        self._count = torch.zeros(lanes, dtype=torch.long, device=device)  # that were ever added
+
+    def clear(self, lane: int) -> None:
+        """Forget all."""
+        self._runs[lane] = NONE
+        self._count[lane] = 0
+
+    def add(self, ngrams: torch.Tensor, lane: int | None = None) -> None:
+        """Remember n-grams [lanes, count, up to width], the newest last. Those that begin with NONE are none.
+
+        With `lane`, those of this lane alone [1, count, width].
+        """
+        ngrams = F.pad(ngrams[:, -self.size :], (0, self._runs.shape[2] - ngrams.shape[2]), value=NONE)
+        lanes = slice(len(ngrams)) if lane is None else slice(lane, lane + 1)
+        runs, count = self._runs[lanes], self._count[lanes]
+        real = ngrams[..., 0] != NONE
+        place = (count[:, None] + real.cumsum(1) - 1) % self.size
+        place = torch.where(real, place, self.size)
+        runs.scatter_(1, place[..., None].expand_as(ngrams), ngrams)
+        count += real.sum(1)
+
+    def after(self, ends: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What followed each end [lanes, ends, longest key]: [lanes, ends, most, width - 1] tokens, NONE beyond a run.
+
+        Longest key first, then newest first; no run comes twice. And [lanes, ends, most] the length of the key, 0
+        where there is no run.
+        """
+        lanes, count, longest = ends.shape
+        runs = self._runs[:lanes, None, : self.size]  # [lanes, 1, size, width]
+        width = runs.shape[-1]
+        keys = torch.zeros(lanes, count, self.size, dtype=torch.long, device=ends.device)
+        for key in range(1, min(longest, width - 1) + 1):
+            same = (runs[..., :key] == ends[:, :, None, longest - key :]).all(-1)
+            keys = torch.where(same & (runs[..., key] != NONE), key, keys)
+        place = torch.arange(self.size, device=ends.device)
+        age = (self._count[:lanes, None] - 1 - place) % self.size  # [lanes, size]
+        wanted = min(4 * most, self.size) if most > 1 else 1
+        score, where = (keys * self.size + (self.size - 1 - age)[:, None] * (keys > 0)).topk(wanted, 2)
+        keys = score // self.size  # [lanes, ends, wanted]
+        found = (
+            runs[:, 0].gather(1, where.flatten(1)[..., None].expand(-1, -1, width)).view(lanes, count, wanted, width)
+        )
+        # The run begins behind the key.
+        shift = torch.arange(width - 1, device=ends.device) + keys[..., None]
+        found = torch.where(shift < width, found.gather(3, shift.clamp(max=width - 1)), NONE)
+        found = torch.where(keys[..., None] > 0, found, NONE)
+        if wanted > 1:
+            order = torch.arange(wanted, device=ends.device)
+            same = (found[..., :, None, :] == found[..., None, :, :]).all(-1) & (order < order[:, None])
+            new = (keys > 0) & ~same.any(-1)
+            best = torch.where(new, wanted - order, 0).topk(min(most, wanted), 2).indices
+            found = found.gather(2, best[..., None].expand(-1, -1, -1, width - 1))
+            kept = new.gather(2, best)
+            keys = torch.where(kept, keys.gather(2, best), 0)
+            found = torch.where(kept[..., None], found, NONE)
+        return found, keys

@@ -1,0 +1,163 @@
+"""Guesses as nodes, and one draft tree made of all of them.
+
+A node is a path of tokens below a text's end. It is known by a hash of that path, so two sources that guess the same
+path have guessed the same node. Sources offer nodes with their chances; the likeliest become the rows of a step.
+
+All of it is for several lanes at once, has fixed shapes, and asks the host for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+NEVER = -torch.inf
+MUST = 1e4  # more than any logarithm of a chance takes away
+DEEPER = 2.0**-12  # taken off a chance for each token of depth, so that no child ranks beside its parent
+LATER = 2.0**-8  # the same for probes, by their order
+
+
+class Nodes(NamedTuple):
+    """What one source guesses, for each lane. The parent of a node is a node too, or the root."""
+
+    tokens: torch.Tensor  # [lanes, nodes]
+    depths: torch.Tensor  # [lanes, nodes] from 1
+    paths: torch.Tensor  # [lanes, nodes, deepest + 1] hash of the path down to each depth; beyond the node, anything
+    chances: torch.Tensor  # [lanes, nodes] log of the chance that the whole path is right; NEVER: there is no such node
+    sources: int | torch.Tensor  # who guesses: one for all, or [lanes, nodes]
+    probe: bool = False  # whether the nodes must be computed, whatever their chance
+    accepted: bool = True  # whether they may be accepted
+
+
+class Rows(NamedTuple):
+    """A draft tree for each lane. Row 0 is the text's last token, and parents come before their children."""
+
+    tokens: torch.Tensor  # [lanes, rows]
+    parents: torch.Tensor  # [lanes, rows] 0 also for row 0 and for rows that only fill up
+    depths: torch.Tensor  # [lanes, rows]
+    sees: torch.Tensor  # [lanes, rows, rows] whether the other row is the row itself or an ancestor
+    valid: torch.Tensor  # [lanes, rows] False: the row only fills up
+    accepted: torch.Tensor  # [lanes, rows] whether the row may be accepted
+    sources: torch.Tensor  # [lanes, rows]
+    hashes: torch.Tensor  # [lanes, rows] of the paths
+
+
+def mix(tokens: torch.Tensor, depths: torch.Tensor | int) -> torch.Tensor:
+    """What a token at this depth adds to the hash of its path. Products wrap around."""
+    mixed = tokens * 0x1E3779B97F4A7C15 + depths * 0x1B873593
+    mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
+    return mixed ^ (mixed >> 29)
+
+
+def chains(tokens: torch.Tensor, chances: torch.Tensor, source: int) -> Nodes:
+    """Nodes from paths [lanes, paths, depth] below the root, each token with the chance of the path down to it."""
+    lanes, paths, deepest = tokens.shape
+    depths = torch.arange(1, deepest + 1, device=tokens.device)
+    hashes = F.pad(mix(tokens, depths).cumsum(-1), (1, 0))
+    return Nodes(
+        tokens.flatten(1),
+        depths.repeat(paths).expand(lanes, -1),
+        hashes[:, :, None].expand(-1, -1, deepest, -1).flatten(1, 2),
+        chances.flatten(1),
+        source,
+    )
+
+
+def plant(
+    roots: torch.Tensor,
+    offers: Sequence[Nodes],
+    most: int,
+    room: torch.Tensor,
+    gate: float = 0.0,
+    prices: torch.Tensor | None = None,
+    rows: int | None = None,
+) -> Rows:
+    """The likeliest nodes of all offers as trees of `most` rows, at most `room` [lanes] deep, below `roots` [lanes].
+
+    Guesses come first, the likeliest ahead; then probes in the order of their offer. The same path from two sources is
+    one row, with the greater chance. No guess is taken in a lane where none has the
+    chance `gate`. With `prices` [most] of a step by its rows, as many are taken as bring the most expected tokens for
+    their price. Probes are always taken. Further rows fill up to `rows`, if so many are asked for.
+    """
+    rows = rows or most
+    device = roots.device
+    count = sum(offer.tokens.shape[1] for offer in offers)
+    if not count or most == 1:
+        return _bare(roots, rows)
+    deepest = max(offer.paths.shape[2] for offer in offers)
+    tokens = torch.cat([offer.tokens for offer in offers], 1)
+    depths = torch.cat([offer.depths for offer in offers], 1)
+    paths = torch.cat([F.pad(offer.paths, (0, deepest - offer.paths.shape[2])) for offer in offers], 1)
+    chances = torch.cat([offer.chances for offer in offers], 1)
+    sizes = [offer.tokens.shape[1] for offer in offers]
+    sources = torch.cat([_whole(offer.sources, offer.tokens) for offer in offers], 1)
+    probes = _marks([offer.probe for offer in offers], sizes, device).bool()
+    accepted = _marks([offer.accepted for offer in offers], sizes, device).bool()
+    place = torch.arange(count, device=device)
+
+    chances = chances.masked_fill(depths > room[:, None], NEVER)
+    if gate > 0:
+        best = chances.masked_fill(probes, NEVER).amax(1, keepdim=True)
+        chances = torch.where(probes | (best.exp() >= gate), chances, NEVER)
+    keys = chances + torch.where(probes, MUST - place * LATER, -depths * DEEPER)
+    hashes = paths.gather(2, depths[..., None])[..., 0]
+    # Of nodes with the same path one is left: the first of those with the highest key.
+    same = hashes[:, :, None] == hashes[:, None, :]
+    higher = keys[:, None, :] > keys[:, :, None]
+    tied = (keys[:, None, :] == keys[:, :, None]) & (place < place[:, None])
+    there = chances > NEVER
+    keys = keys.masked_fill((same & (higher | tied)).any(2), NEVER)
+    accepted = (same & (accepted & there)[:, None, :]).any(2)
+    keys, taken = keys.topk(min(most - 1, count), 1)
+    if any(offer.probe for offer in offers):  # guesses come first, and with them what is a guess and a probe
+        guesses = (same & (~probes & there)[:, None, :]).any(2)
+        order = (keys + guesses.gather(1, taken) * 2 * MUST).argsort(1, descending=True)
+        keys, taken = keys.gather(1, order), taken.gather(1, order)
+    taken = F.pad(taken, (0, rows - 1 - taken.shape[1]))
+    keys = F.pad(keys, (1, rows - 1 - keys.shape[1]), value=NEVER)  # row 0 is no node
+    valid = keys > NEVER
+    if prices is not None:
+        likely = torch.where(valid & (keys < MUST / 2), (keys.clamp(max=0)).exp(), 0.0)
+        worth = (1.0 + likely.cumsum(1))[:, :most] / prices
+        valid &= (torch.arange(rows, device=device) <= worth.argmax(1, keepdim=True)) | (keys >= MUST / 2)
+    valid[:, 0] = True
+
+    def of_rows(values: torch.Tensor, root: torch.Tensor | int) -> torch.Tensor:
+        """[lanes, rows] a value of each node for the rows that took them."""
+        picked = F.pad(values.gather(1, taken), (1, 0))
+        picked[:, 0] = root
+        return picked * valid
+
+    tokens, depths = of_rows(tokens, roots), of_rows(depths, 0)
+    hashes = of_rows(hashes, 0)
+    ways = F.pad(paths.gather(1, taken[..., None].expand(-1, -1, deepest)), (0, 0, 1, 0))  # [lanes, rows, deepest]
+    above = ways.gather(2, (depths - 1).clamp(min=0)[..., None])  # the hash of the parent
+    known = torch.where(valid, hashes, 1)  # rows that fill up are nobody's parent
+    parents = (above == known[:, None, :]).int().argmax(2) * (depths > 0)
+    at = depths[:, None, :].expand(-1, rows, -1)
+    sees = (ways.gather(2, at) == known[:, None, :]) & (at <= depths[..., None]) & valid[..., None]
+    sees |= torch.eye(rows, dtype=torch.bool, device=device)
+    return Rows(tokens, parents, depths, sees, valid, of_rows(accepted.long(), 1).bool(), of_rows(sources, 0), hashes)
+
+
+def _bare(roots: torch.Tensor, rows: int) -> Rows:
+    """No guesses."""
+    lanes, device = len(roots), roots.device
+    none = torch.zeros(lanes, rows, dtype=torch.long, device=device)
+    first = F.pad(torch.ones(lanes, 1, dtype=torch.bool, device=device), (0, rows - 1))
+    sees = torch.eye(rows, dtype=torch.bool, device=device).expand(lanes, -1, -1)
+    return Rows(F.pad(roots[:, None], (0, rows - 1)), none, none, sees, first, first, none, none)
+
+
+def _whole(sources: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return sources if isinstance(sources, torch.Tensor) else torch.full_like(like, sources)
+
+
+def _marks(values: Sequence[bool], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[nodes] a value of each offer, for its nodes."""
+    return torch.cat(
+        [torch.full((size,), int(value), device=device) for value, size in zip(values, sizes, strict=True)]
+    )

@@ -1,0 +1,60 @@
+"""Lanes: the state of several texts in fixed places on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Texts:
+    """The texts of some lanes, as sources read them. The last token of a text is not computed yet: it is row 0.
+
+    `among(lanes)` is a view of the first lanes, which shares all memory.
+    """
+
+    def __init__(self, lanes: int, length: int, device: torch.device | str) -> None:
+        """Texts of up to `length` tokens each."""
+        self.tokens = torch.zeros(lanes, length, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(lanes, dtype=torch.long, device=device)
+        self.seeds = torch.zeros(lanes, dtype=torch.long, device=device)  # of the sampling
+
+    @property
+    def lanes(self) -> int:
+        """How many there are."""
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.lengths.device
+
+    def view(self, lanes: int, span: int) -> Texts:
+        """The first lanes, as far as their first `span` tokens."""
+        view = object.__new__(Texts)
+        view.tokens, view.lengths, view.seeds = self.tokens[:lanes, :span], self.lengths[:lanes], self.seeds[:lanes]
+        return view
+
+    def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
+        """Begin a text."""
+        self.tokens[lane, : len(tokens)] = torch.tensor(tokens)
+        self.lengths[lane] = len(tokens)
+        self.seeds[lane] = signed(seed)
+
+    def roots(self) -> torch.Tensor:
+        """[lanes] the last token of each text."""
+        return self.tokens.gather(1, (self.lengths - 1).clamp(min=0)[:, None])[:, 0]
+
+    def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """The first `counts` [lanes] of `tokens` [lanes, most] become the texts' newest."""
+        place = torch.arange(tokens.shape[1], device=self.device)
+        # What is not new goes to the last place, which no text reaches.
+        there = torch.where(place < counts[:, None], self.lengths[:, None] + place, self.tokens.shape[1] - 1)
+        self.tokens.scatter_(1, there, tokens)
+        self.lengths += counts
+
+
+def signed(number: int) -> int:
+    """The 64 lowest bits of a number, as a tensor can have them."""
+    low = number & (2**64 - 1)
+    return low - 2**64 if low >= 2**63 else low
