@@ -143,14 +143,15 @@ class Writing:
         if isinstance(first.work, Turn):
             return [first, *(begun for begun in others if begun.work.goes_with(first.work))]
         pack, engine = [first], first.work.engine
-        room = engine.most_rows - len(first.work.rows)
+        count, reads = len(first.work.rows), not first.work.logits
         for begun in others:
-            if not isinstance(begun.work, Work):
+            work = begun.work
+            if len(pack) == engine.most_texts or not isinstance(work, Work) or not work.goes_with(first.work):
                 continue
-            count = len(begun.work.rows)
-            if count <= room and len(pack) < engine.most_texts and begun.work.goes_with(first.work):
+            only = reads and not work.logits
+            if count + len(work.rows) <= (engine.most_rows if only else engine.most_drafted):
                 pack.append(begun)
-                room -= count
+                count, reads = count + len(work.rows), only
         return pack
 
     def close(self) -> None:

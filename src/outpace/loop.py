@@ -77,7 +77,7 @@ def write(
     engine = engine.for_one_text(picker)
     share = share and engine.most_texts > 1 and method.shares
     program = engine.program_for(method, sampling)
-    if program is not None and program.has_room():
+    if program is not None and program.has_room(len(prompt), limit):
         with engine.pool.sequence(prompt, share) as sequence:
             yield from _by_program(engine, program, sequence, sampling, stop, limit)
         return

@@ -142,7 +142,6 @@ class Sequence:
     share: tuple[int, ...] | None = None  # the rows of the draft that are among them, if not all
     stable: int = 0  # so many first slots have not changed since a runtime set this
     asked: int = 0  # so many last slots wait to be computed
-    runs_on: bool = False  # the next row will be the best token after the last, and nothing else: one may begin with it
 
     @property
     def position(self) -> int:
@@ -207,9 +206,9 @@ class Pool:
         if self.held + count > self.capacity:
             if self.fixed:
                 raise InputError(
-                    f"{count} KV slots are needed, and {self.capacity - self.held} of {self.capacity} are free. Shorten "
-                    "the prompt, ask for fewer new tokens, write fewer texts at once, or give the KV cache a larger "
-                    "share of the memory (memory=0.9)."
+                    f"{count} KV slots are needed, and {self.capacity - self.held} of {self.capacity} are free. "
+                    "Shorten the prompt, ask for fewer new tokens or fewer texts at once, or give the KV cache a "
+                    "larger share of the memory."
                 )
             self._grow(self.held + count)
         slots: list[int] = []
@@ -268,18 +267,6 @@ class Pool:
         rows = self._rows(sequence.slots, sequence.tokens[start:stop], range(start, stop), slots, among)
         sequence.slots.extend(slots)
         return rows
-
-    def after(self, rows: Rows) -> Rows | None:
-        """The row that comes after a single one, in the slot that `place` will give it. Its token is not known yet.
-
-        None if the pool must grow first.
-        """
-        if self.held == self.capacity:
-            return None
-        slots = self.allocate(1)
-        self.free(slots)
-        _, (position,), (slot,) = rows.numbers.tolist()
-        return Rows(np.array([[0], [position + 1], slots]), [*rows.text, slot], rows.among, self)
 
     def extend(self, sequence: Sequence) -> None:
         """Give a slot to one more row of a drafted chain."""

@@ -31,7 +31,6 @@ class Autoregressive(Method):
         return Plan(lambda lanes, device: [], rows=1)
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        sequence.runs_on = picker.takes_best
         return _Drafter(engine, sequence, picker)
 
 

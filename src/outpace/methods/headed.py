@@ -34,7 +34,7 @@ from .ngrams import History
 
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
-CONSIDERED = 4  # so many paths of ranks for each row
+CONSIDERED = 2  # so many paths of ranks for each row
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
 """Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
@@ -158,11 +158,12 @@ class Headed(Method):
             paths = sorted(self.tree, key=len)
             worths = [-0.001 * place for place in range(len(paths))]
         shared = (engine.model.ends(), engine.pool, engine.model.layers)
+        compiled = engine.compiling and engine.model.device.type == "cuda"
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if paths and not idle:
-                found.append(HeadGuesses(heads, shared, paths, lanes, device, self.coupled, worths))
+                found.append(HeadGuesses(heads, shared, paths, lanes, device, self.coupled, worths, compiled))
             if repeated:
                 found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))
             return found

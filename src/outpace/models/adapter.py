@@ -62,6 +62,7 @@ class Model(Protocol):
     width: int  # of hidden states
     dtype: torch.dtype
     context: int  # positions it was made for
+    turn: int | None  # the position at which it changes all angles, if it does
     branches: bool  # False: rows must form one chain
     packs: bool  # whether rows of several texts may share a forward, and texts that begin alike their slots
     chunk: int  # most rows of text that one forward should take

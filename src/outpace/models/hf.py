@@ -61,8 +61,8 @@ class HFModel:
         self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
-        self._longrope = _longrope_threshold(config)
-        self.chunk = CHUNK if self._longrope is None else self.context
+        self.turn = _longrope_threshold(config)  # the position at which all angles change, if there is one
+        self.chunk = CHUNK if self.turn is None else self.context
 
         self._own_attention = bool(getattr(model, "_supports_attention_backend", False))
         self._mirror = _Mirror(ATTENTION if self._own_attention else _dense_attention(model)).of(model)
@@ -79,7 +79,7 @@ class HFModel:
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         self.branches = self._takes_positions and not _counts_slots(config)
-        self.packs = self.branches and self._longrope is None  # LongRoPE's angles depend on all positions of a forward
+        self.packs = self.branches and self.turn is None  # LongRoPE's angles depend on all positions of a forward
         self.lists = self._own_attention and self.branches and _takes_lists(model, self._kinds)
         if check:
             self._check()
@@ -164,16 +164,16 @@ class HFModel:
 
     def room(self, position: int) -> int:
         room = self.context - 1 - position
-        if self._longrope is not None and position < self._longrope:
+        if self.turn is not None and position < self.turn:
             # These models change all angles once any row passes the threshold, which plain decoding does later.
-            room = min(room, self._longrope - 1 - position)
+            room = min(room, self.turn - 1 - position)
         return max(room, 0)
 
     def rooms(self, positions: torch.Tensor) -> torch.Tensor:
         """`room` for each of several positions."""
         rooms = self.context - 1 - positions
-        if self._longrope is not None:
-            rooms = torch.where(positions < self._longrope, rooms.clamp(max=self._longrope - 1 - positions), rooms)
+        if self.turn is not None:
+            rooms = torch.where(positions < self.turn, rooms.clamp(max=self.turn - 1 - positions), rooms)
         return rooms.clamp(min=0)
 
     @torch.inference_mode()

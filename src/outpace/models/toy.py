@@ -22,6 +22,7 @@ class Bigram:
 
     layers = 1
     width = 1
+    turn: int | None = None
     dtype = torch.float32
     branches = True
     packs = True

@@ -125,14 +125,11 @@ class FixedStep:
         self._tiles[:, : len(starts)] = [starts, stops]
         self._box.copy_(self._host)
 
-    def launch(self, numbers: Numbers, tree: Numbers, past: int, token: torch.Tensor | None = None) -> None:
-        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot.
-
-        `token` [1], on the device, takes the place of the first row's.
-        """
+    def launch(self, numbers: Numbers, tree: Numbers, past: int) -> None:
+        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
         self._wait()
         self._fill(numbers, tree, past)
-        self._go(token)
+        self._go()
 
     def launch_packed(self, parts: list[Rows], lines: list[int]) -> None:
         """The same with rows of several texts. `lines` says where the lists of their slots are."""
@@ -145,12 +142,10 @@ class FixedStep:
         if self._copied:
             self._copied.synchronize()
 
-    def _go(self, token: torch.Tensor | None = None) -> None:
+    def _go(self) -> None:
         self._box.copy_(self._host, non_blocking=True)
         if self._copied:
             self._copied.record()
-        if token is not None:
-            self.rows.tokens[:1].copy_(token)
         self.run()
 
     def run(self) -> None:

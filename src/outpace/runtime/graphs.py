@@ -10,8 +10,7 @@ many, there is one size for that.
 
 Rows of several texts go in one graph too, by graphs made for that. Not in exact mode: there texts take turns.
 
-Plain greedy decoding of one text needs nothing from here between two steps. So the next step is begun, with the best
-token where it lies on the device, before that token is read here.
+Where the host need not stand between, whole steps run as programs (`program.py`), one ahead of what is read here.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from .plain import Engine, HeadFunction, Question, Work, answered, joined
 from .program import LANES, Program
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
-READING = 256  # rows of text at a time
+READING = 256  # rows of text at a time, in exact mode
+LARGE = (512, 1024)  # rows of text in further graphs, where nothing but text is read
 RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 FIRST_SPAN = 1024
 PRIME = 11
@@ -66,21 +66,26 @@ class GraphEngine(Engine):
         self._compile_layers = cache(lambda: model.compile_layers())  # once; it takes seconds to import the compiler
         if self.exact:
             self.name = f"exact, up to {exact_rows} rows"
-        # By rows, length of text, layers, whose question, and number of texts (0: one alone).
-        self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int], _Graph] = {}
+        # By rows, length of text, layers, whose question, number of texts (0: one alone), and whether it only reads.
+        self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int, bool], _Graph] = {}
         self._head_steps: dict[tuple[Hashable, int], _HeadStep] = {}  # by whose heads, length of text
         self._eager: set[Hashable] = set()  # whose heads cannot be captured
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
-        self._texts = torch.zeros(LINES, 0, dtype=torch.long)  # on the device: lists of slots
-        self._readers: list[Sequence | None] = []  # whose
-        self._running: _Running | None = None  # the step that is computed ahead
+        # On the device: lists of slots, and whose they are.
+        self._texts = torch.zeros(LINES, self.pool.capacity, dtype=torch.long, device=self.pool.device)
+        self._readers: list[Sequence | None] = [None] * LINES
         self._programs: list[tuple[Any, Program]] = []  # by method, the newest last
+        self._read = False  # whether any text was read
         self._prepared: set[bool] = set()  # whether layers are compiled for one text, for several
         self.lines = LINES
         self.whole_steps = True  # False: the host stands between the verbs of a step, to compare
 
     @property
     def most_rows(self) -> int:
+        return READING if self.exact else LARGE[-1]
+
+    @property
+    def most_drafted(self) -> int:
         return max(self.sizes, default=READING)
 
     @property
@@ -97,12 +102,8 @@ class GraphEngine(Engine):
         return _span(length)
 
     def program_for(self, method: Any, sampling: Sampling) -> Any:
-        if (
-            not self.whole_steps
-            or sampling.processors
-            or (sampling.temperature and sampling.rule != "keyed")
-            or not self.sizes
-        ):
+        rejects = sampling.temperature > 0 and sampling.rule != "keyed"
+        if not self.whole_steps or not self.sizes or sampling.processors or rejects:
             return None
         for known, program in self._programs:
             if known is method or known == method:
@@ -113,17 +114,41 @@ class GraphEngine(Engine):
         self._programs.append((method, Program(self, plan)))
         return self._programs[-1][1]
 
-    def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured:
-        """A step of a program, captured."""
+    def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured | None:
+        """A step of a program, captured; None, and a warning, where there is no memory for it or it cannot be."""
         packed = texts if texts > 1 else 0
-        if self._compile and bool(packed) not in self._prepared:
-            self._prepare(size, span, (0, self.model.layers), packed)
-        step = make()
-        self._memory = step.capture(self._memory)
-        return step
+        try:
+            if self._compile and bool(packed) not in self._prepared:
+                self._prepare(size, span, (0, self.model.layers), packed)
+            step = make()
+            self._memory = step.capture(self._memory)
+            return step
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self.pool.device)
+            reason = (
+                f"no memory for a graph of {size} rows of {texts} texts ({free >> 20} of {total >> 20} MiB are free)"
+            )
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            if self._compile:
+                self._compile = False
+                warnings.warn(
+                    f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, and slower.",
+                    OutpaceWarning,
+                    stacklevel=2,
+                )
+                return self.captured(make, size, span, texts)
+        warnings.warn(
+            f"{self.model.name}: whole steps cannot be captured in a CUDA graph ({reason}). The host stands between "
+            "the verbs of a step, and texts are written more slowly.",
+            OutpaceWarning,
+            stacklevel=2,
+        )
+        return None
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
-        return READING, RIDERS if sequence.slots else 0
+        return self.most_rows, RIDERS if sequence.slots else 0
 
     def climb(
         self,
@@ -139,16 +164,12 @@ class GraphEngine(Engine):
         self._make_storage(rows)
         self._update_texts([(sequence, rows)], [0])
         whole = start == 0 and stop is None
-        running, self._running = self._running, None
-        if whole and sequence.runs_on and len(rows) == logits == self.pool.texts == 1:
-            output = self._run_on(sequence, rows, running)
-            if output is not None:
-                return output
         if self.exact:
             return self._compute_exactly(rows, logits, (start, stop), hidden, question)
         graph = None
-        if self._prepared or self._graphs or logits or not whole:  # the first text does not wait for a graph to read it
-            graph = self._launch([rows], [0], (start, stop), hidden, question)
+        if self._read or logits or not whole:  # the first text does not wait for a graph to read it
+            graph = self._launch([rows], [0], (start, stop), hidden, question, reads=whole and not logits)
+        self._read = True
         if graph is None:
             return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
         return graph.share(len(rows), logits)
@@ -160,40 +181,23 @@ class GraphEngine(Engine):
         if len(works) == 1:
             return [works[0].do()]
         start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
-        self._running = None
         self._make_storage(parts[0])
         lines = self._lines_for([work.sequence for work in works])
         self._update_texts([(work.sequence, work.rows) for work in works], lines)
         graph = None
-        if self._prepared or self._graphs or any(work.logits for work in works) or stop is not None:
-            graph = self._launch(parts, lines, (start, stop), joined(works), None)
+        reads = start == 0 and stop is None and not any(work.logits for work in works)
+        if self._read or not reads:
+            graph = self._launch(parts, lines, (start, stop), joined(works), None, reads)
+        self._read = True
         if graph is None:
             return super()._run(works)
-        found = graph.found.cpu()  # one transfer for all
+        found = None if reads else graph.found.cpu()  # one transfer for all
         outputs, first = [], 0
         for work in works:
             share = graph.share(len(work.rows), work.logits, first, found)
             outputs.append(answered(share, work.question))
             first += len(work.rows)
         return outputs
-
-    def _run_on(self, sequence: Sequence, rows: Rows, running: _Running | None) -> Output | None:
-        """A step of one row, and the next one begun. None where there is no graph."""
-        if running is None or not running.is_for(sequence, rows):
-            running = self._begin(sequence, rows)
-        if running is None:
-            return None
-        following = self.pool.after(rows) if self.model.room(rows.numbers[1, 0]) else None
-        if following is not None:
-            self._running = self._begin(sequence, following, running)
-        return running.output()
-
-    def _begin(self, sequence: Sequence, rows: Rows, before: _Running | None = None) -> _Running | None:
-        """Have one row computed. Behind a step that may not be done yet, its token is the best of that one."""
-        self._update_texts([(sequence, rows)], [0])
-        token = None if before is None else before.graph.found[0, :1]
-        graph = self._launch([rows], [0], (0, None), None, None, token)
-        return None if graph is None else _Running(sequence, rows, graph, before)
 
     def _compute_exactly(
         self,
@@ -261,26 +265,25 @@ class GraphEngine(Engine):
         layers: tuple[int, int | None],
         hidden: torch.Tensor | None,
         question: Question | None,
-        token: torch.Tensor | None = None,
+        reads: bool,
     ) -> _Graph | None:
-        """A graph that has computed the rows; None where there is none for so many.
-
-        `token` [1], on the device, takes the place of the first row's.
-        """
+        """A graph that has computed the rows; None where there is none for so many. One that `reads` has no logits."""
         count = sum(map(len, parts))
         texts = 0 if len(parts) == 1 else next(texts for texts in TEXTS if texts >= len(parts))
-        while size := next((size for size in self.sizes if size >= count), 0):
+        sizes = [*self.sizes, *(size for size in LARGE if reads and self.sizes)]
+        while size := next((size for size in sizes if size >= count), 0):
             try:
-                graph = self._graph(size, max(len(rows.text) for rows in parts), layers, question, texts)
+                graph = self._graph(size, max(len(rows.text) for rows in parts), layers, question, texts, reads)
                 if hidden is not None:
                     graph.hidden[:count] = hidden
                 if texts:
                     graph.launch_packed(parts, lines)
                 else:
                     (rows,) = parts
-                    graph.launch(rows.numbers, rows.tails() if self.exact else rows.bits(), len(rows.text), token)
+                    graph.launch(rows.numbers, rows.tails() if self.exact else rows.bits(), len(rows.text))
                 return graph
             except _NoGraph as error:  # noqa: PERF203 (at most once for each size)
+                sizes = [*self.sizes]
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         return None
 
@@ -295,7 +298,7 @@ class GraphEngine(Engine):
         count = len(hidden)
         past = len(sequence.slots) - count
         line = next((line for line, reader in enumerate(self._readers) if reader is sequence), None)
-        known = line is not None and sequence.stable >= past and self._texts.shape[1] == self.pool.capacity
+        known = line is not None and sequence.stable >= past
         if count > HEAD_ROWS or not known or owner in self._eager:
             return None
         step = self._head_step(function, owner, past)
@@ -335,13 +338,6 @@ class GraphEngine(Engine):
     def _update_texts(self, texts: list[tuple[Sequence, Rows]], lines: list[int]) -> None:
         """Bring the lists of the texts' slots up to date on the device."""
         capacity = self.pool.capacity
-        if self._texts.shape[1] != capacity:  # the pool has grown: graphs on the old storage are of no use
-            self._graphs.clear()
-            self._head_steps.clear()
-            self._programs.clear()
-            self._memory = None
-            self._texts = torch.zeros(LINES, capacity, dtype=torch.long, device=self.pool.device)
-            self._readers = [None] * LINES
         places, slots = list[int](), list[int]()
         for (sequence, rows), line in zip(texts, lines, strict=True):
             start = sequence.stable if self._readers[line] is sequence else 0
@@ -374,12 +370,13 @@ class GraphEngine(Engine):
         layers: tuple[int, int | None] = (0, None),
         question: Question | None = None,
         texts: int = 0,
+        reads: bool = False,
     ) -> _Graph:
         span, through = _span(length), (layers[0], self.model.layers if layers[1] is None else layers[1])
-        key = (size, span, through, question.owner if question else None, texts)
+        key = (size, span, through, question.owner if question else None, texts, reads)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(size, span, through, question, texts)
+            graph = self._graphs[key] = self._capture(size, span, through, question, texts, reads)
         return graph
 
     def _prepare(self, size: int, span: int, layers: tuple[int, int], texts: int) -> None:
@@ -397,12 +394,14 @@ class GraphEngine(Engine):
             ahead.wait()  # nothing else may run while a graph is captured
         self._prepared.add(bool(texts))
 
-    def _capture(self, size: int, span: int, layers: tuple[int, int], question: Question | None, texts: int) -> _Graph:
+    def _capture(
+        self, size: int, span: int, layers: tuple[int, int], question: Question | None, texts: int, reads: bool
+    ) -> _Graph:
         places = (self.model, self.pool, self._texts)
         try:
             if self._compile and bool(texts) not in self._prepared:
                 self._prepare(size, span, layers, texts)
-            graph = _Graph(*places, size, span, layers, self._compile, self.exact, question, texts)
+            graph = _Graph(*places, size, span, layers, self._compile, self.exact, question, texts, reads)
             self._memory = graph.capture(self._memory)
             return graph
         except torch.OutOfMemoryError as error:
@@ -422,7 +421,7 @@ class GraphEngine(Engine):
                     OutpaceWarning,
                     stacklevel=2,
                 )
-                return self._capture(size, span, layers, question, texts)
+                return self._capture(size, span, layers, question, texts, reads)
             if self.exact:
                 raise InputError(f"exact mode needs steps that a CUDA graph can capture: {reason}") from error
             self.sizes = []
@@ -469,15 +468,17 @@ class _Graph(FixedStep):
         exact: bool,
         question: Question | None = None,
         texts: int = 0,
+        reads: bool = False,
     ) -> None:
         super().__init__(model, pool, text, size, span, exact, texts)
         self.question = question
+        self.reads = reads
         self.model = model
         self.start, self.stop = layers
         self.compiled = compiled
 
     def _step(self) -> None:
-        whole = self.stop == self.model.layers
+        whole = self.stop == self.model.layers and not self.reads
         self.output = self.model.forward(
             self.pool,
             self.rows,
@@ -503,37 +504,6 @@ class _Graph(FixedStep):
         last = slice(first + count - logits, first + count)
         best = (self.found if found is None else found)[:, last]
         return Output(self.output.logits[last], self.output.hidden[rows], best, self.answer)
-
-
-class _Running:
-    """A step of one row that the device computes, or has computed."""
-
-    def __init__(self, sequence: Sequence, rows: Rows, graph: _Graph, before: _Running | None) -> None:
-        self.graph = graph
-        self._sequence = sequence
-        self._rows = rows
-        self._token = None if before is None else before._found  # what is found there is the token here
-        # The next launch does not touch these. Nothing waits for the device here.
-        self._found: torch.Tensor = graph.found.to("cpu", non_blocking=True)[:, :1]
-        self._done: Any = None
-        if graph.on_gpu:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
-        self._output = _copy(graph.share(1, 1))
-
-    def is_for(self, sequence: Sequence, rows: Rows) -> bool:
-        """Whether this is what the row asks for. By now the step before is done."""
-        same = self._sequence is sequence and self._rows.text == rows.text
-        numbers = self._rows.numbers.tolist()
-        if self._token is not None:
-            numbers[0] = [int(self._token[0, 0])]
-        return same and rows.numbers.tolist() == numbers
-
-    def output(self) -> Output:
-        """What was computed; waits for it."""
-        if self._done:
-            self._done.synchronize()
-        return self._output._replace(found=self._found)
 
 
 class _HeadStep(FixedStep):

@@ -106,6 +106,11 @@ class Engine:
         return self.model.chunk
 
     @property
+    def most_drafted(self) -> int:
+        """The same where rows of drafts are among them, whose logits are asked for."""
+        return self.most_rows
+
+    @property
     def most_texts(self) -> int:
         """Of how many texts one forward takes rows."""
         return self.most_rows if self.model.packs else 1
@@ -113,6 +118,11 @@ class Engine:
     def reading(self, sequence: Sequence) -> tuple[int, int]:
         """How many tokens of text one forward takes, and how many the forward of a draft takes besides."""
         return self.model.chunk, self.model.chunk
+
+    @property
+    def compiling(self) -> bool:
+        """Whether layers are compiled."""
+        return self.compiled
 
     def program_for(self, method: Any, sampling: Sampling) -> Any:
         """What takes whole steps of a text without the host; None where the host must stand between."""

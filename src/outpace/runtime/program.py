@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from ..draft import MODEL, Draft
+from ..errors import InputError
 from ..models.adapter import FixedRows
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
 from ..sources.base import Plan, Reading
 from ..sources.ngrams import Ngrams
+from ..step import fused
 from ..step.choosing import Choices
 from ..step.lanes import Lanes, pack
 from ..step.nodes import Rows, plant
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 LANES = 64  # texts that a program has at the same time
 GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
-AHEAD = 2  # steps that the device may be ahead of what the host knows
 
 
 class Stepped(NamedTuple):
@@ -60,9 +61,10 @@ class Program:
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
-        self._texts: list[Sequence | None] = [None] * LANES
-        self._known: list[int] = [0] * LANES  # the length of each text, as far as the host has heard
-        self._graphs: dict[tuple[int, int, frozenset[str]], _Whole] = {}
+        # In exact mode a forward has rows of one text alone.
+        self._texts: list[Sequence | None] = [None] * (1 if engine.exact else LANES)
+        self._limits: list[int] = [0] * LANES  # the length that each text may grow to
+        self._graphs: dict[tuple[int, int, frozenset[str]], _Whole | None] = {}
         self._flying: list[_Flight] = []  # launched, and not read yet
 
     @property
@@ -72,6 +74,9 @@ class Program:
 
     def size(self, lanes: int) -> int:
         """Rows of each lane in a graph for so many lanes."""
+        if self.engine.exact:
+            sizes = self.engine.sizes
+            return next((size for size in sizes if size >= self.rows), -(-self.rows // sizes[-1]) * sizes[-1])
         if lanes == 1:
             return max(2, -(-self.rows // 8) * 8 if self.rows > 2 else 2)  # one row alone would be compiled apart
         size = 1
@@ -79,9 +84,21 @@ class Program:
             size *= 2
         return size
 
-    def has_room(self) -> bool:
-        """Whether one more text can be opened."""
-        return None in self._texts
+    def has_room(self, prompt: int, more: int | None) -> bool:
+        """Whether one more text can be opened, that may grow by so many tokens. What it needs is captured now."""
+        if None not in self._texts:
+            return False
+        lane = self._texts.index(None)
+        return self._graph(_group(lane), self._span(self._limit(prompt, more)), frozenset()) is not None
+
+    def _limit(self, prompt: int, more: int | None) -> int:
+        """The length that a text may grow to."""
+        context = self.engine.model.context
+        return context if more is None else min(prompt + more, context)
+
+    def _span(self, limit: int) -> int:
+        """The length of text that a graph is made for, if texts may grow so long."""
+        return self.engine.span(min(limit, self.engine.pool.capacity) + self.deepest + 1)
 
     def sees(self, seen: list[torch.Tensor]) -> Any:
         """What is to be shown the hidden states of a prompt: None, if no source reads them."""
@@ -91,14 +108,13 @@ class Program:
     def open(self, sequence: Sequence, sampling: Sampling, more: int | None, seen: list[torch.Tensor]) -> int:
         """Take over a text whose tokens but the last are computed; its lane.
 
-        It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. `seen` are the
-        hidden states of what is computed, if a source reads them.
+        It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. `seen` has
+        the hidden states of what is computed, if a source reads them.
         """
-        context = self.engine.model.context
-        limit = context if more is None else min(len(sequence.tokens) + more, context)
+        limit = self._limit(len(sequence.tokens), more)
         lane = self._texts.index(None)
         self._texts[lane] = sequence
-        self._known[lane] = len(sequence.tokens)
+        self._limits[lane] = limit
         pool = self.engine.pool
         more = max(limit - len(sequence.tokens), 0) + self.margin
         sequence.drafted = pool.allocate(more)
@@ -133,20 +149,21 @@ class Program:
             if flight.texts.get(lane) is not text:
                 found.append(None)
                 continue
-            stepped = self._unpack(numbers[lane], flight.size)
-            self._known[lane] += len(stepped.tokens)
-            found.append(stepped)
+            found.append(self._unpack(numbers[lane], flight.size))
         return found
 
     def _launch(self) -> _Flight:
         texts = {lane: text for lane, text in enumerate(self._texts) if text is not None}
-        group = next(group for group in GROUPS if group > max(texts))
-        longest = max(self._known[lane] for lane in texts) + AHEAD * (self.deepest + 1)
-        graph = self._graph(group, self.engine.span(longest), self.choices.needs)
+        span = self._span(max(self._limits[lane] for lane in texts))
+        graph = self._graph(_group(max(texts)), span, self.choices.needs)
+        if graph is None:
+            raise InputError(
+                "no memory is left for the steps of these texts. Write fewer at once, or use runtime='plain'."
+            )
         graph.run()
         return _Flight(texts, graph)
 
-    def _graph(self, group: int, span: int, needs: frozenset[str]) -> _Whole:
+    def _graph(self, group: int, span: int, needs: frozenset[str]) -> _Whole | None:
         key = (group, span, needs)
         if key not in self._graphs:
             self._graphs[key] = self.engine.captured(lambda: _Whole(self, *key), self.size(group) * group, span, group)
@@ -193,6 +210,7 @@ class _Whole(FixedStep):
         self.program, self.model, self.needs = program, engine.model, needs
         self.group, self.each = group, program.size(group)
         self.compiled, self.exact = engine.compiling, engine.exact
+        self.fused = fused.usable(engine.pool.device) and not self.exact
         size = group * self.each
         super().__init__(
             engine.model, engine.pool, program.lanes.slots, size, span, engine.exact, group if group > 1 else 0
@@ -205,39 +223,44 @@ class _Whole(FixedStep):
             _Heads(program, source, group, span, needs) for source in program.sources if isinstance(source, Reading)
         ]
         self.report = torch.zeros(0)
+        if self.fused:
+            self.rows.lists.tree.zero_()  # of each lane's rows only the words of the lane are written
 
     def _step(self) -> None:
         program, lanes = self.program, self.lanes
         rows = self._draft()
         output = self._score()
         found = find_best(output.logits)
-        picks, there = program.choices.choose(output.logits, found, lanes, rows, self.needs)
-        before = lanes.lengths.clone()
-        self.report, kept = self._settle(rows, picks, found, there)
-        for heads in self.heads:
-            heads.read(before, kept, output.hidden.view(self.group, self.each, -1))
-
-    def _draft(self) -> Rows:
-        """The rows of the step, from what all sources guess."""
-        program, lanes = self.program, self.lanes
-        room = self.model.rooms(lanes.lengths - 1)
-        offers = [nodes for source in program.sources for nodes in source.guess(self.texts, room)]
-        plan = program.plan
-        rows = plant(lanes.roots(), offers, program.rows, room, plan.gate, plan.prices, self.each)
-        self._place(rows)
-        return rows
-
-    def _settle(
-        self, rows: Rows, picks: torch.Tensor, found: torch.Tensor, there: torch.Tensor
-    ) -> tuple[torch.Tensor, Walk]:
-        """Walk down the trees, keep what holds, let sources learn from it; a report for the host, and what was kept."""
-        program, lanes = self.program, self.lanes
-        best = found[0].long().view_as(picks)
-        kept = lanes.keep(rows, walk(rows, picks, program.deepest))
+        greedy = not self.needs
+        if self.fused:
+            picks = None
+            if not greedy:
+                picks, there = program.choices.choose(output.logits, found, lanes, rows, self.needs)
+                found = torch.stack([found[0], torch.where(there.flatten(), found[1], -torch.inf)])
+            report, kept, best, before = fused.settle(rows, picks, found, lanes, program.deepest)
+        else:
+            before = lanes.lengths.clone()
+            picks, there = program.choices.choose(output.logits, found, lanes, rows, self.needs)
+            kept = lanes.keep(rows, walk(rows, picks, program.deepest))
+            report, best = self._report(rows, kept, there), found[0].long().view_as(picks)
         program.choices.learn(kept.tokens, kept.counts, self.needs)
         for source in program.sources:
             source.learn(self.texts, rows, best, kept)
-        return self._report(rows, kept, there), kept
+        for heads in self.heads:
+            heads.read(before, kept, output.hidden.view(self.group, self.each, -1))
+        self.report = report
+
+    def _draft(self) -> Rows:
+        """The rows of the step, from what all sources guess, where the model reads them."""
+        program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
+        room = model.rooms(lanes.lengths - 1) if program.sources else lanes.lengths
+        offers = [nodes for source in program.sources for nodes in source.guess(self.texts, room)]
+        if self.fused:
+            size = (program.rows, self.each, model.context, model.turn or 0)
+            return fused.plant(offers, lanes, self.rows, self.pool.scratch, *size, plan.gate, plan.prices)
+        rows = plant(lanes.roots(), offers, program.rows, room, plan.gate, plan.prices, self.each)
+        self._place(rows)
+        return rows
 
     def _place(self, rows: Rows) -> None:
         """Write the rows to where the model reads them."""
@@ -273,7 +296,7 @@ class _Whole(FixedStep):
 
     def _score(self) -> Any:
         """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
-        most = self.program.engine.most_rows if self.exact else self.size
+        most = self.program.engine.sizes[-1] if self.exact else self.size
         if self.size <= most:
             return self.model.forward(self.pool, self.rows, self.size, compiled=self.compiled)
         parts = []
@@ -359,6 +382,11 @@ class _Heads(FixedStep):
         states = hidden.gather(1, wide(kept.rows)[..., None].expand(-1, -1, hidden.shape[2]))
         last = (kept.counts - 1).clamp(min=0) + torch.arange(self.group, device=before.device) * self.each
         self.source.read(rows, states.flatten(0, 1), last, self.lanes, self.choices, self.needs)
+
+
+def _group(lane: int) -> int:
+    """Of how many lanes a graph is made, to have this one."""
+    return next(group for group in GROUPS if group > lane)
 
 
 def _tensors(owners: Items[Any]) -> list[torch.Tensor]:

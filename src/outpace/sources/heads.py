@@ -10,12 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from ..picking import NOISED, Sampling, likeliest
+from ..step import fused
 from ..step.choosing import Choices, gumbel, needs_of
 from ..step.nodes import NEVER, Nodes, mix
 from ..step.texts import Texts
 from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
+OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
 
 
 class HeadGuesses(Reading):
@@ -23,6 +25,7 @@ class HeadGuesses(Reading):
 
     paths: the ranks that are considered, each with its beginning among them.
     worths: logarithms of their chances, if they are not to be what the heads believe.
+    compiled: whether the heads' forward is compiled.
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
     """
 
@@ -35,6 +38,7 @@ class HeadGuesses(Reading):
         device: torch.device,
         coupled: bool = True,
         worths: Sequence[float] | None = None,
+        compiled: bool = False,
     ) -> None:
         self.heads, self.shared, self.coupled = heads, shared, coupled
         count = self.deepest = heads.count
@@ -50,6 +54,14 @@ class HeadGuesses(Reading):
         ]
         self._places = torch.tensor(places, device=device).view(len(paths), count)
         self._within = torch.arange(count, device=device) < self._depths[:, None]
+        # Compiled where a graph is captured of it: fewer and larger kernels.
+        self._fixed = torch.compile(heads.fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
+        # The heads' own keys and values have places before a graph is captured.
+        _, pool, _ = shared
+        with pool.sequence([0, 0]) as text, torch.inference_mode():
+            text.slots = pool.allocate(1)
+            state = next(heads.parameters()).new_zeros(1, heads.shape.width)
+            heads.follow(*shared).feed(state, torch.zeros(1, dtype=torch.long, device=device), text)
         self._worths = None if worths is None else torch.tensor(worths, device=device)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
@@ -77,13 +89,15 @@ class HeadGuesses(Reading):
         choices: Choices,
         needs: frozenset[str],
     ) -> None:
-        logits = self.heads.fixed(*self.shared, rows, hidden, last)
+        logits = self._fixed(*self.shared, rows, hidden, last)
         self._take(slice(len(last)), logits, texts, choices, needs)
 
     def _take(self, lanes: slice, logits: torch.Tensor, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         """What the heads expect [count, lanes, words] are the guesses of these lanes from now on."""
         noised = "noise" in needs
-        found = likeliest(logits.flatten(0, 1), max(NOISED, self.top) if noised else self.top)
+        lines, named = logits.flatten(0, 1), min(max(NOISED, self.top) if noised else self.top, logits.shape[-1])
+        quick = fused.usable(logits.device) and named <= fused.FEW
+        found = (fused.likeliest if quick else likeliest)(lines, named)
         found = found.view(2, *logits.shape[:2], -1).transpose(1, 2)  # [2, lanes, count, named]
         tokens, chances = found[0].long(), found[1].float()
         if noised:
@@ -110,6 +124,9 @@ class HeadGuesses(Reading):
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         lanes = texts.lanes
+        if fused.usable(texts.device):
+            guesses = (self._tokens, self._chances, self._worths)
+            return [fused.ranks(self._places, self._depths, *guesses, lanes, self.first + self._depths - 1)]
         tokens = self._tokens[:lanes, self._places]  # [lanes, paths, count]
         chances = torch.where(self._within, self._chances[:lanes, self._places], 0.0).sum(-1)
         if self._worths is not None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from ..step import fused
 from ..step.nodes import NEVER, Nodes, chains
 from ..step.texts import Texts
 from .base import Source
@@ -37,6 +38,9 @@ class History(Source):
         self._trust = torch.tensor([TRUST[min(length, len(TRUST)) - 1] for length in range(1, longest + 1)]).to(device)
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
+        if fused.usable(texts.device):
+            how = (self.longest, self.places, self.deepest, self._trust, self.floor, self.first)
+            return [fused.history(texts, *how)]
         lengths = matches(texts, self.longest)
         span = lengths.shape[1]
         place = torch.arange(span, device=texts.device)

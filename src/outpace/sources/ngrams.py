@@ -24,6 +24,11 @@ class Ngrams:
         self._runs = torch.full((lanes, size + 1, width), NONE, device=device)  # the last is for what is no n-gram
         self._count = torch.zeros(lanes, dtype=torch.long, device=device)  # that were ever added
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[lanes, size + 1, width] the n-grams, NONE beyond each, and [lanes] how many were ever added."""
+        return self._runs, self._count
+
     def clear(self, lane: int) -> None:
         """Forget all."""
         self._runs[lane] = NONE

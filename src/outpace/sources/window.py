@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..step import fused
 from ..step.nodes import NEVER, Nodes, Rows, chains, mix
 from ..step.texts import Texts
 from ..step.walking import Walk
@@ -63,6 +64,8 @@ class Window(Source):
         self._filled = torch.ones(lanes, dtype=torch.long, device=device)  # levels
         self._drafted = torch.zeros(lanes, dtype=torch.bool, device=device)  # whether the window is in the draft
         self._pool = Ngrams(lanes, max(settings.ngram, 3), device)
+        trust = [1.0, *(TRUST[min(key, len(TRUST)) - 1] for key in range(1, settings.longest_key + 1))]
+        self._trust = torch.tensor(trust).log().to(device)  # [longest key + 1] of a guess, by the length of its key
         self._column = torch.arange(self.columns, device=device)
         self._level = torch.arange(self.levels, device=device)[:, None]
 
@@ -86,10 +89,33 @@ class Window(Source):
         return self._filled[:lanes] == self.levels
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
-        offers = [self._comb(texts.lanes, room)]
+        kernels = fused.usable(texts.device)
+        offers = [(self._fused_comb if kernels else self._comb)(texts.lanes, room)]
         if self.settings.guesses:
-            offers.append(self._guesses(texts))
+            offers.append((self._fused_guesses if kernels else self._guesses)(texts))
         return offers
+
+    def _fused_comb(self, lanes: int, room: torch.Tensor) -> Nodes:
+        about = {"sources": self.first, "probe": True, "accepted": self.settings.verify_window}
+        return fused.comb(self._window, self._filled, self._drafted, room, **about)
+
+    def _fused_guesses(self, texts: Texts) -> Nodes:
+        settings = self.settings
+        return fused.ngrams(
+            texts,
+            *self._pool.tensors,
+            self._filled,
+            self._trust,
+            guesses=settings.guesses,
+            longest=settings.longest_key,
+            length=settings.ngram - 1,
+            levels=self.levels,
+            recycle=settings.recycle,
+            early=settings.verify_early,
+            older=math.log(OLDER),
+            deeper=math.log(DEEPER),
+            source=self.first + 1,
+        )
 
     def _comb(self, lanes: int, room: torch.Tensor) -> Nodes:
         """The window's rows, but for the current token."""
@@ -139,10 +165,7 @@ class Window(Source):
         runs, keys = runs[:, 0, :, :length], keys[:, 0]  # [lanes, guesses, length], [lanes, guesses]
         if settings.recycle:
             runs = self._prolonged(ends[:, 0], runs)
-        trust = torch.tensor([1.0, *(TRUST[min(key, len(TRUST)) - 1] for key in range(1, longest + 1))]).log().tolist()
-        first = torch.zeros_like(keys, dtype=torch.float32)
-        for key in range(1, longest + 1):
-            first = torch.where(keys == key, trust[key], first)
+        first = self._trust[keys]
         rank, depth = torch.arange(keys.shape[1], device=texts.device), torch.arange(length, device=texts.device)
         chances = first[..., None] + rank[:, None] * math.log(OLDER) + depth * math.log(DEEPER)
         known = (runs != NONE).cumprod(-1).bool()
@@ -164,6 +187,10 @@ class Window(Source):
         settings, lanes = self.settings, texts.lanes
         if settings.read:
             self._pool.add(self._read(texts, walk))
+        if fused.usable(texts.device) and not settings.by_token:
+            state = (self._window, self._filled, self._drafted, *self._pool.tensors)
+            fused.look(*state, rows, best, settings.window, settings.recycle)
+            return
         if settings.recycle:  # what the model says after every row, the rejected ones too
             before = rows.tokens.gather(1, rows.parents)
             said = torch.stack([before, rows.tokens, best], 2)

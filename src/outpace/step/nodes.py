@@ -43,6 +43,7 @@ class Rows(NamedTuple):
     accepted: torch.Tensor  # [lanes, rows] whether the row may be accepted
     sources: torch.Tensor  # [lanes, rows]
     hashes: torch.Tensor  # [lanes, rows] of the paths
+    words: torch.Tensor | None = None  # [lanes, rows, words] `sees` as bits, where a kernel made it
 
 
 def mix(tokens: torch.Tensor, depths: torch.Tensor | int) -> torch.Tensor:
@@ -93,7 +94,7 @@ def plant(
     paths = torch.cat([F.pad(offer.paths, (0, deepest - offer.paths.shape[2])) for offer in offers], 1)
     chances = torch.cat([offer.chances for offer in offers], 1)
     sizes = [offer.tokens.shape[1] for offer in offers]
-    sources = torch.cat([_whole(offer.sources, offer.tokens) for offer in offers], 1)
+    sources = torch.cat([whole(offer.sources, offer.tokens) for offer in offers], 1)
     probes = _marks([offer.probe for offer in offers], sizes, device).bool()
     accepted = _marks([offer.accepted for offer in offers], sizes, device).bool()
     place = torch.arange(count, device=device)
@@ -111,10 +112,11 @@ def plant(
     there = chances > NEVER
     keys = keys.masked_fill((same & (higher | tied)).any(2), NEVER)
     accepted = (same & (accepted & there)[:, None, :]).any(2)
-    keys, taken = keys.topk(min(most - 1, count), 1)
+    keys, taken = keys.sort(dim=1, descending=True, stable=True)
+    keys, taken = keys[:, : most - 1], taken[:, : most - 1]
     if any(offer.probe for offer in offers):  # guesses come first, and with them what is a guess and a probe
         guesses = (same & (~probes & there)[:, None, :]).any(2)
-        order = (keys + guesses.gather(1, taken) * 2 * MUST).argsort(1, descending=True)
+        order = (keys + guesses.gather(1, taken) * 2 * MUST).argsort(dim=1, descending=True, stable=True)
         keys, taken = keys.gather(1, order), taken.gather(1, order)
     taken = F.pad(taken, (0, rows - 1 - taken.shape[1]))
     keys = F.pad(keys, (1, rows - 1 - keys.shape[1]), value=NEVER)  # row 0 is no node
@@ -152,7 +154,8 @@ def _bare(roots: torch.Tensor, rows: int) -> Rows:
     return Rows(F.pad(roots[:, None], (0, rows - 1)), none, none, sees, first, first, none, none)
 
 
-def _whole(sources: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def whole(sources: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[lanes, nodes] who guesses each node."""
     return sources if isinstance(sources, torch.Tensor) else torch.full_like(like, sources)
 
 

@@ -1,0 +1,344 @@
+"""Launches of the kernels, where there is a GPU: `usable` says whether they stand in for the functions of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .lanes import Lanes
+from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows, whole
+from .walking import Walk
+
+INTERPRET = False  # for tests without a GPU: run the kernels in Triton's interpreter
+PART = 4096  # logits that one program looks through
+FEW = 32  # so many of the likeliest are found by kernels of ours
+BLOCK = 32  # nodes that all nodes are compared with at a time
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the kernels run there."""
+    return (device.type == "cuda" and _has_triton()) or INTERPRET
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def plant(
+    offers: Sequence[Nodes],
+    lanes: Lanes,
+    fixed: Any,
+    scratch: int,
+    most: int,
+    count: int,
+    context: int,
+    turn: int,
+    gate: float,
+    prices: torch.Tensor | None,
+) -> Rows:
+    """`nodes.plant` with `count` rows, and the rows written to where the model reads them, `fixed`."""
+    from . import kernels
+
+    group, device = lanes.lanes, lanes.device
+    size = _power(count)
+    words = -(-count // 64)
+    if offers:
+        joined = _joined(offers)
+    else:
+        none = torch.empty(0, dtype=torch.long, device=device)
+        joined = (none, none, none.view(0, 0, 0), none.float(), none)
+    tokens, depths, paths, chances, sources = joined
+    nodes = tokens.shape[1] if offers and most > 1 else 0
+    padded = _power(nodes) if nodes else 0
+
+    def rows(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.empty(group, count, *shape, dtype=dtype, device=device)
+
+    found = Rows(
+        rows(),
+        rows(),
+        rows(),
+        rows(count, dtype=torch.int8),
+        rows(dtype=torch.int8),
+        rows(dtype=torch.int8),
+        rows(),
+        rows(),
+    )
+    packed = rows(words)
+    marks = _marks(tuple((offer.tokens.shape[1], offer.probe, offer.accepted) for offer in offers), device)
+    keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
+    numbers = torch.empty(group, 2 * size, dtype=torch.long, device=device)
+    kernels.plant[(group,)](
+        *(tokens, depths, paths, chances, sources, marks),
+        *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0), context, turn),
+        *(found.tokens, found.parents, found.depths, found.sees, packed, found.valid, found.accepted),
+        *(found.sources, found.hashes),
+        *(fixed.tokens, fixed.positions, fixed.slots, fixed.lists.tree, fixed.lists.tree.stride(0)),
+        *(fixed.lists.length, scratch, keys, numbers),
+        *(keys if prices is None else prices, nodes, most, count, math.log(gate) if gate else NEVER),
+        NODES=padded,
+        ROWS=size,
+        DEEP=paths.shape[2],
+        WORDS=words,
+        BLOCK=BLOCK,
+        PROBES=any(offer.probe for offer in offers),
+        PRICED=prices is not None and nodes > 0,
+        MUST=MUST,
+        DEEPER=DEEPER,
+        LATER=LATER,
+        num_warps=8 if padded >= 256 else 4,
+    )
+    return found._replace(
+        sees=found.sees.view(torch.bool),
+        valid=found.valid.view(torch.bool),
+        accepted=found.accepted.view(torch.bool),
+        words=packed,
+    )
+
+
+def settle(
+    rows: Rows, picks: torch.Tensor | None, found: torch.Tensor, lanes: Lanes, deepest: int
+) -> tuple[torch.Tensor, Walk, torch.Tensor, torch.Tensor]:
+    """`walk` and `Lanes.keep`: a report for the host, what was kept, [lanes, rows] the best tokens, lengths before.
+
+    `found` is what `find_best` says; without `picks` its tokens are the target's choices.
+    """
+    from . import kernels
+
+    group, count = rows.tokens.shape
+    device, deep = lanes.device, deepest + 1
+    assert rows.words is not None
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.empty(group, *shape, dtype=dtype, device=device)
+
+    best, kept, before = numbers(count), Walk(numbers(deep), numbers(deep), numbers()), numbers()
+    report = numbers(2 + 2 * deep + 4 * count, dtype=torch.int32)
+    kernels.settle[(group,)](
+        *(found if picks is None else picks, found, found.shape[1]),
+        *(rows.tokens, rows.parents, rows.depths, rows.words, rows.valid.view(torch.int8)),
+        *(rows.accepted.view(torch.int8), rows.sources),
+        *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0)),
+        *(best, kept.rows, kept.tokens, kept.counts, before, report, report.stride(0), count),
+        ROWS=_power(count),
+        WORDS=rows.words.shape[2],
+        DEEP=deep,
+        DEPTHS=_power(deep),
+        GREEDY=picks is None,
+        num_warps=2,
+    )
+    return report, kept, best, before
+
+
+def history(texts: Any, longest: int, places: int, depth: int, trust: torch.Tensor, floor: float, source: int) -> Nodes:
+    """What `History.guess` offers."""
+    from . import kernels
+
+    lanes, span = texts.tokens.shape
+    device, nodes = texts.device, places * depth
+    tokens = torch.empty(lanes, nodes, dtype=torch.long, device=device)
+    chances = torch.empty(lanes, nodes, device=device)
+    paths = torch.empty(lanes, nodes, depth + 1, dtype=torch.long, device=device)
+    scores = torch.empty(lanes, span, dtype=torch.int32, device=device)
+    kernels.history[(lanes,)](
+        *(texts.tokens, texts.lengths, texts.tokens.stride(0), span, trust, floor, scores, span),
+        *(tokens, chances, paths, nodes),
+        LONGEST=longest,
+        PLACES=places,
+        WIDTH=_power(places),
+        DEPTH=depth,
+        DEPTHS=_power(depth),
+        BLOCK=1024,
+        NONE=-(2**20),
+        num_warps=4,
+    )
+    depths = torch.arange(1, depth + 1, device=device).repeat(places).expand(lanes, -1)
+    return Nodes(tokens, depths, paths, chances, source)
+
+
+def ranks(
+    places: torch.Tensor,
+    depths: torch.Tensor,
+    guesses: torch.Tensor,
+    chances: torch.Tensor,
+    worths: torch.Tensor | None,
+    lanes: int,
+    sources: torch.Tensor,
+) -> Nodes:
+    """What `HeadGuesses.guess` offers, from the guesses [lanes, …] of its heads."""
+    from . import kernels
+
+    nodes, heads = places.shape
+    tokens = torch.empty(lanes, nodes, dtype=torch.long, device=places.device)
+    found = torch.empty(lanes, nodes, device=places.device)
+    paths = torch.empty(lanes, nodes, heads + 1, dtype=torch.long, device=places.device)
+    kernels.ranks[(lanes,)](
+        *(places, depths, guesses, chances, found if worths is None else worths, guesses.stride(0)),
+        *(tokens, found, paths, nodes),
+        NODES=_power(nodes),
+        HEADS=heads,
+        GIVEN=worths is not None,
+        num_warps=4,
+    )
+    return Nodes(tokens, depths.expand(lanes, -1), paths, found, sources.expand(lanes, -1))
+
+
+def _joined(offers: Sequence[Nodes]) -> tuple[torch.Tensor, ...]:
+    """Tokens, depths, paths, chances and sources of all offers, each [lanes, nodes, …] in one piece."""
+    deepest = max(offer.paths.shape[2] for offer in offers)
+    parts = (
+        [offer.tokens for offer in offers],
+        [offer.depths for offer in offers],
+        [F.pad(offer.paths, (0, deepest - offer.paths.shape[2])) for offer in offers],
+        [offer.chances for offer in offers],
+        [whole(offer.sources, offer.tokens) for offer in offers],
+    )
+    return tuple(part[0].contiguous() if len(part) == 1 else torch.cat(part, 1) for part in parts)
+
+
+@cache
+def _marks(offers: tuple[tuple[int, bool, bool], ...], device: torch.device) -> torch.Tensor:
+    """[nodes] 1 for a probe, 2 for what may be accepted, added up."""
+    marks = [probe + 2 * accepted for size, probe, accepted in offers for _ in range(size)]
+    return torch.tensor(marks or [0], dtype=torch.int32, device=device)
+
+
+def _power(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def comb(window: torch.Tensor, filled: torch.Tensor, drafted: torch.Tensor, room: torch.Tensor, **about: Any) -> Nodes:
+    """What `Window` offers of its window [lanes, levels, columns]."""
+    from . import kernels
+
+    lanes, (_, levels, columns) = len(room), window.shape
+    nodes = levels * columns
+    tokens = torch.empty(lanes, nodes, dtype=torch.long, device=room.device)
+    depths, chances = torch.empty_like(tokens), torch.empty(lanes, nodes, device=room.device)
+    paths = torch.empty(lanes, nodes, columns, dtype=torch.long, device=room.device)
+    kernels.comb[(lanes,)](
+        *(window, filled, drafted.view(torch.int8), room, tokens, depths, chances, paths),
+        COLUMNS=columns,
+        LEVELS=levels,
+        NODES=_power(nodes),
+        num_warps=2,
+    )
+    return Nodes(tokens, depths, paths, chances, **about)
+
+
+def ngrams(
+    texts: Any,
+    runs: torch.Tensor,
+    counts: torch.Tensor,
+    filled: torch.Tensor,
+    trusts: torch.Tensor,
+    *,
+    guesses: int,
+    longest: int,
+    length: int,
+    levels: int,
+    recycle: bool,
+    early: bool,
+    older: float,
+    deeper: float,
+    source: int,
+) -> Nodes:
+    """What `Window` offers of its pool of n-grams, `runs` [lanes, size + 1, width]."""
+    from . import kernels
+
+    lanes, device = texts.lanes, texts.device
+    _, size, width = runs.shape
+    size -= 1
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.empty(lanes, *shape, dtype=dtype, device=device)
+
+    found, keys, ends = numbers(guesses, width - 1), numbers(guesses, dtype=torch.int32), numbers(longest)
+    sizes = {"SIZE": size, "WIDTH": width, "LONGEST": longest, "GUESSES": guesses}
+    kernels.ngrams[(lanes,)](
+        *(texts.tokens, texts.lengths, texts.tokens.stride(0), runs, counts, found, keys, ends),
+        **sizes,
+        TAIL=_power(width),
+        WANTED=4 * guesses if guesses > 1 else 1,
+        KNOWN=_power(guesses),
+        num_warps=8,
+    )
+    tokens, chances = numbers(guesses * length), numbers(guesses * length, dtype=torch.float32)
+    paths = numbers(guesses * length, length + 1)
+    kernels.prolonged[(lanes, guesses)](
+        *(runs, counts, found, keys, ends, numbers(guesses, longest + length), trusts, filled),
+        *(tokens, chances, paths, older, deeper),
+        **sizes,
+        LENGTH=length,
+        RECYCLE=recycle,
+        LEVELS=levels,
+        EARLY=early,
+        num_warps=8,
+    )
+    depths = torch.arange(1, length + 1, device=device).repeat(guesses).expand(lanes, -1)
+    return Nodes(tokens, depths, paths, chances, source)
+
+
+def look(
+    window: torch.Tensor,
+    filled: torch.Tensor,
+    drafted: torch.Tensor,
+    runs: torch.Tensor,
+    counts: torch.Tensor,
+    rows: Rows,
+    best: torch.Tensor,
+    width: int,
+    recycle: bool,
+) -> None:
+    """What `Window` learns, the window being `width` columns wide."""
+    from . import kernels
+
+    lanes, count = rows.tokens.shape
+    _, levels, columns = window.shape
+    wide = _power(columns)
+    answers = torch.empty(lanes, wide, dtype=torch.long, device=window.device)
+    kernels.look[(lanes,)](
+        *(window, filled, drafted.view(torch.int8), runs, counts),
+        *(rows.tokens, rows.parents, rows.valid.view(torch.int8), rows.hashes, best, answers, count),
+        COLUMNS=columns,
+        WIDE=wide,
+        LEVELS=levels,
+        HIGH=_power(levels),
+        ROWS=_power(count),
+        WINDOW=width,
+        SIZE=runs.shape[1] - 1,
+        WIDTH=runs.shape[2],
+        RECYCLE=recycle,
+        num_warps=4,
+    )
+
+
+def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """`picking.likeliest` for a few tokens of each line of logits [lines, words]."""
+    from . import kernels
+
+    rows, width = logits.shape
+    parts, held = -(-width // PART), _power(count)
+    tops = torch.empty(rows, parts, held, dtype=torch.long, device=logits.device)
+    sums = torch.empty(rows, parts, 2, device=logits.device)
+    found = torch.empty(2, rows, count, dtype=torch.float64, device=logits.device)
+    kernels.likely_parts[(rows, parts)](
+        logits.contiguous(), tops, sums, width, parts, PART=PART, TOP=count, HELD=held, num_warps=4
+    )
+    kernels.likely[(rows,)](
+        *(tops, sums, found, rows, parts),
+        TOP=count,
+        HELD=held,
+        ALL=_power(parts * held),
+        PARTS=_power(parts),
+        num_warps=4,
+    )
+    return found

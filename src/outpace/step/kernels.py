@@ -1,0 +1,636 @@
+"""The functions of this package as Triton kernels: one program a lane, one launch where torch has fifty.
+
+They do what `plant`, `walk`, `Lanes.keep` and the sources do, which are their oracles in tests. Names in capitals are
+known when a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LANES_VARY = ["text_line", "nodes", "most", "count", "span"]
+
+
+@triton.jit
+def mix(tokens, depths):
+    """As `nodes.mix`."""
+    mixed = tokens * 0x1E3779B97F4A7C15 + (tokens * 0 + depths) * 0x1B873593  # in 64 bits
+    mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
+    return mixed ^ (mixed >> 29)
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def plant(
+    tokens, depths, paths, chances, sources, marks,
+    text, lengths, limits, slots, text_line, context, turn,
+    row_tokens, row_parents, row_depths, row_sees, row_words, row_valid, row_accepted, row_sources, row_hashes,
+    fixed_tokens, fixed_positions, fixed_slots, fixed_tree, tree_line, fixed_lengths, scratch,
+    keys, numbers, prices, nodes, most, count, least,
+    NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
+):  # fmt: skip
+    """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
+
+    Of NODES and ROWS, powers of two, the first `nodes` and `count` are there. Paths have DEEP hashes. `least` is the
+    chance that some guess must have. `keys` [lanes, NODES] and `numbers` [lanes, 2 × ROWS] are for what threads tell
+    each other.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + lane)
+    start = tl.maximum(length - 1, 0)
+    active = length < tl.load(limits + lane)
+    row = tl.arange(0, ROWS)
+    real = row < count
+    first = lane * count
+    root = tl.load(text + lane * text_line + start)
+    tl.store(row_tokens + first + row, tl.where(row == 0, root, 0), mask=real)
+    tl.store(row_depths + first + row, tl.zeros([ROWS], tl.int64), mask=real)
+    tl.store(row_sources + first + row, tl.zeros([ROWS], tl.int64), mask=real)
+    tl.store(row_hashes + first + row, tl.zeros([ROWS], tl.int64), mask=real)
+    tl.store(row_accepted + first + row, (row == 0).to(tl.int8), mask=real)
+    mine = numbers + lane * 2 * ROWS
+    if NODES > 0:
+        node = tl.arange(0, NODES)
+        there = node < nodes
+        base = lane * nodes
+        keys += lane * NODES
+        room = tl.maximum(context - 1 - (length - 1), 0)
+        if turn > 0:
+            room = tl.where(length - 1 < turn, tl.minimum(room, tl.maximum(turn - length, 0)), room)
+        depth = tl.load(depths + base + node, mask=there, other=0)
+        chance = tl.load(chances + base + node, mask=there, other=float("-inf"))
+        mark = tl.load(marks + node, mask=there, other=0)
+        probe = (mark & 1) != 0
+        chance = tl.where(depth > room, float("-inf"), chance)
+        likeliest = tl.max(tl.where(probe, float("-inf"), chance), 0)
+        if likeliest < least:
+            chance = tl.where(probe, chance, float("-inf"))
+        key = chance + tl.where(probe, MUST - node * LATER, -depth.to(tl.float32) * DEEPER)
+        hashed = tl.load(paths + (base + node) * DEEP + depth, mask=there, other=0)
+        tl.store(keys + node, key)
+        tl.debug_barrier()
+        # Of nodes with the same path one is left: the first of those with the highest key.
+        twice = tl.zeros([NODES], tl.int32)
+        accepted = tl.zeros([NODES], tl.int32)
+        guess = tl.zeros([NODES], tl.int32)
+        for begin in range(0, nodes, BLOCK):
+            other = begin + tl.arange(0, BLOCK)
+            its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
+            its_mark = tl.load(marks + other, mask=other < nodes, other=0)
+            its_depth = tl.load(depths + base + other, mask=other < nodes, other=0)
+            its_hash = tl.load(paths + (base + other) * DEEP + its_depth, mask=other < nodes, other=-1)
+            same = (hashed[:, None] == its_hash[None, :]) & (its_key > float("-inf"))[None, :]
+            higher = its_key[None, :] > key[:, None]
+            tied = (its_key[None, :] == key[:, None]) & (other[None, :] < node[:, None])
+            twice |= tl.max((same & (higher | tied)).to(tl.int32), 1)
+            accepted |= tl.max((same & ((its_mark & 2) != 0)[None, :]).to(tl.int32), 1)
+            guess |= tl.max((same & ((its_mark & 1) == 0)[None, :]).to(tl.int32), 1)
+        key = tl.where(twice > 0, float("-inf"), key)
+        tl.debug_barrier()
+        tl.store(keys + node, key)
+        tl.debug_barrier()
+        rank = tl.zeros([NODES], tl.int32)
+        for begin in range(0, nodes, BLOCK):
+            other = begin + tl.arange(0, BLOCK)
+            its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
+            higher = its_key[None, :] > key[:, None]
+            tied = (its_key[None, :] == key[:, None]) & (other[None, :] < node[:, None])
+            rank += tl.sum((higher | tied).to(tl.int32), 1)
+        taken = (rank < most - 1) & (key > float("-inf"))
+        if PROBES:  # guesses come first, and with them what is a guess and a probe
+            order = tl.where(taken, key + guess * 2 * MUST, float("-inf"))
+            tl.debug_barrier()
+            tl.store(keys + node, order)
+            tl.debug_barrier()
+            rank = tl.zeros([NODES], tl.int32)
+            for begin in range(0, nodes, BLOCK):
+                other = begin + tl.arange(0, BLOCK)
+                its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
+                higher = its_key[None, :] > order[:, None]
+                tied = (its_key[None, :] == order[:, None]) & (other[None, :] < node[:, None])
+                rank += tl.sum((higher | tied).to(tl.int32), 1)
+        place = rank + 1
+        if PRICED:
+            tl.store(mine + row, tl.zeros([ROWS], tl.int64))
+            tl.debug_barrier()
+            likely = tl.where(key < MUST / 2, tl.exp(tl.minimum(key, 0.0)), 0.0)
+            tl.store(mine + place, likely.to(tl.float64).to(tl.int64, bitcast=True), mask=taken)
+            tl.debug_barrier()
+            likely_row = tl.load(mine + row).to(tl.float64, bitcast=True).to(tl.float32)
+            price = tl.load(prices + row, mask=row < most, other=float("inf"))
+            worth = (1.0 + tl.cumsum(likely_row, 0)) / price
+            best = tl.min(tl.where(worth == tl.max(worth, 0), row, ROWS), 0)
+            taken = taken & ((place <= best) | (key >= MUST / 2))
+        tl.debug_barrier()
+        tl.store(mine + row, tl.full([ROWS], -1, tl.int64))
+        tl.debug_barrier()
+        tl.store(mine + place, node.to(tl.int64), mask=taken)  # the node of each row
+        tl.store(row_tokens + first + place, tl.load(tokens + base + node, mask=taken, other=0), mask=taken)
+        tl.store(row_sources + first + place, tl.load(sources + base + node, mask=taken, other=0), mask=taken)
+        tl.store(row_depths + first + place, depth, mask=taken)
+        tl.store(row_hashes + first + place, hashed, mask=taken)
+        tl.store(row_accepted + first + place, accepted.to(tl.int8), mask=taken)
+        tl.debug_barrier()
+        of = tl.load(mine + row)
+        valid = (of >= 0) | (row == 0)
+        of = tl.maximum(of, 0)
+        row_depth = tl.load(row_depths + first + row, mask=real, other=0)
+        guessed = valid & (row > 0)
+        way = paths + (base + of) * DEEP
+        above = tl.load(way + tl.maximum(row_depth - 1, 0), mask=guessed, other=-1)
+    else:
+        tl.debug_barrier()
+        valid = row == 0
+        guessed = row < 0
+        row_depth = tl.zeros([ROWS], tl.int64)
+        way = paths + row.to(tl.int64)
+        above = tl.full([ROWS], -1, tl.int64)
+    tl.store(row_valid + first + row, valid.to(tl.int8), mask=real)
+    tl.store(mine + ROWS + row, valid.to(tl.int64))
+    tl.debug_barrier()
+    parent = tl.zeros([ROWS], tl.int64)
+    each = tl.arange(0, 32)
+    bit_lane = lane * count
+    for word in range(WORDS):
+        bits = tl.zeros([ROWS], tl.int64)
+        for half in range(2):
+            other = word * 64 + half * 32 + each
+            inside = other < count
+            its_valid = (tl.load(mine + ROWS + other, mask=inside, other=0) > 0) & inside
+            its_depth = tl.load(row_depths + first + other, mask=inside, other=0)
+            its_hash = tl.load(row_hashes + first + other, mask=inside, other=1)
+            is_parent = (above[:, None] == its_hash[None, :]) & (its_valid[None, :] & guessed[:, None])
+            parent = tl.maximum(parent, tl.max(tl.where(is_parent, other[None, :].to(tl.int64), 0), 1))
+            can = its_valid[None, :] & guessed[:, None] & (its_depth[None, :] <= row_depth[:, None])
+            passed = tl.load(way[:, None] + its_depth[None, :], mask=can, other=0)
+            sees = (can & (passed == its_hash[None, :])) | (other[None, :] == row[:, None])
+            tl.store(
+                row_sees + (first + row[:, None]) * count + other[None, :],
+                sees.to(tl.int8),
+                mask=real[:, None] & inside[None, :],
+            )
+            one = tl.full([32], 1, tl.int64) << (half * 32 + each).to(tl.int64)
+            bits += tl.sum(tl.where(sees & inside[None, :], one[None, :], 0), 1)
+        tl.store(row_words + (first + row) * WORDS + word, bits, mask=real)
+        # Among the rows of all lanes, this lane's begin at bit `lane × count`.
+        shifted = bits << (bit_lane % 64)
+        tl.store(fixed_tree + (first + row) * tree_line + bit_lane // 64 + word, shifted, mask=real)
+    tl.store(row_parents + first + row, parent, mask=real)
+    tl.store(fixed_tokens + first + row, tl.load(row_tokens + first + row, mask=real, other=0), mask=real)
+    tl.store(fixed_positions + first + row, start + row_depth, mask=real)
+    slot = tl.load(slots + lane * text_line + start + row, mask=real, other=0)
+    tl.store(fixed_slots + first + row, tl.where(valid & active, slot, scratch), mask=real)
+    tl.store(fixed_lengths + lane, tl.where(active, start, 0))
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def settle(
+    picks, found, all_rows, row_tokens, row_parents, row_depths, row_words, row_valid, row_accepted, row_sources,
+    text, lengths, limits, slots, text_line,
+    best, kept_rows, kept_tokens, kept_counts, before, report, report_line, count,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, DEEP: tl.constexpr, DEPTHS: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    """One lane: walk down its tree with the target's choices, keep what holds, and report it.
+
+    DEPTHS, a power of two, is at least DEEP, the rows that a path has at most. GREEDY: choices are what was `found`.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    real = row < count
+    first = lane * count
+    length = tl.load(lengths + lane)
+    start = tl.maximum(length - 1, 0)
+    limit = tl.load(limits + lane)
+    highest = tl.load(found + first + row, mask=real, other=0).to(tl.int64)
+    there = tl.load(found + all_rows + first + row, mask=real, other=0) > float("-inf")
+    tl.store(best + first + row, highest, mask=real)
+    parent = tl.load(row_parents + first + row, mask=real, other=0)
+    if GREEDY:
+        pick = highest
+        choice = tl.load(found + first + parent, mask=real, other=-1).to(tl.int64)
+    else:
+        pick = tl.load(picks + first + row, mask=real, other=0)
+        choice = tl.load(picks + first + parent, mask=real, other=-1)
+    valid = (tl.load(row_valid + first + row, mask=real, other=0) > 0) & real
+    accepted = tl.load(row_accepted + first + row, mask=real, other=0) > 0
+    token = tl.load(row_tokens + first + row, mask=real, other=0)
+    depth = tl.load(row_depths + first + row, mask=real, other=0)
+    wrong = ((token != choice) | (accepted == 0) | (valid == 0)) & (row > 0)
+    one = tl.full([ROWS], 1, tl.int64) << (row % 64).to(tl.int64)
+    holds = valid
+    for word in range(WORDS):
+        wrongs = tl.sum(tl.where(wrong & (row // 64 == word), one, 0), 0)
+        seen = tl.load(row_words + (first + row) * WORDS + word, mask=real, other=0)
+        holds = holds & ((seen & wrongs) == 0)
+    deepest = tl.max(tl.where(holds, depth, 0), 0)
+    last = tl.min(tl.where(holds & (depth == deepest), row, ROWS), 0)
+    path = tl.load(row_words + (first + last) * WORDS + row // 64, mask=real, other=0)
+    on_path = ((path & one) != 0) & real
+    kept_count = tl.maximum(tl.minimum(deepest + 1, limit - length), 0)
+    kept = on_path & (depth < kept_count)
+    behind = kept_count + tl.cumsum(tl.where(kept, 0, 1), 0) - 1
+    place = tl.where(kept, depth, behind)
+    window = slots + lane * text_line + start
+    slot = tl.load(window + row, mask=real, other=0)
+    deep = tl.arange(0, DEPTHS)
+    tl.store(kept_rows + lane * DEEP + deep, tl.zeros([DEPTHS], tl.int64), mask=deep < DEEP)
+    tl.store(kept_tokens + lane * DEEP + deep, tl.zeros([DEPTHS], tl.int64), mask=deep < DEEP)
+    report += lane * report_line
+    tl.store(report + 2 + deep, tl.zeros([DEPTHS], tl.int32), mask=deep < DEEP)
+    tl.store(report + 2 + DEEP + deep, tl.zeros([DEPTHS], tl.int32), mask=deep < DEEP)
+    tl.debug_barrier()
+    tl.store(window + place, slot, mask=real)
+    tl.store(text + lane * text_line + length + depth, pick, mask=kept)
+    tl.store(lengths + lane, length + kept_count)
+    tl.store(before + lane, length)
+    tl.store(kept_counts + lane, kept_count)
+    tl.store(kept_rows + lane * DEEP + depth, row.to(tl.int64), mask=kept)
+    tl.store(kept_tokens + lane * DEEP + depth, pick, mask=on_path)
+    lost = tl.min(tl.where(kept & (there == 0), depth, DEPTHS), 0)
+    tl.store(report, kept_count.to(tl.int32))
+    tl.store(report + 1, tl.where(lost < DEPTHS, lost, -1).to(tl.int32))
+    tl.store(report + 2 + depth, row, mask=kept)
+    tl.store(report + 2 + DEEP + depth, pick.to(tl.int32), mask=on_path)
+    rest = report + 2 + 2 * DEEP
+    tl.store(rest + row, token.to(tl.int32), mask=real)
+    tl.store(rest + count + row, parent.to(tl.int32), mask=real)
+    source = tl.load(row_sources + first + row, mask=real, other=0)
+    tl.store(rest + 2 * count + row, source.to(tl.int32), mask=real)
+    mark = valid.to(tl.int32) + (valid & accepted).to(tl.int32)
+    tl.store(rest + 3 * count + row, mark, mask=real)
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def history(
+    text, lengths, text_line, span, trusts, floor, scores, score_line, tokens, chances, paths, nodes,
+    LONGEST: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, DEPTHS: tl.constexpr,
+    BLOCK: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
+    """One lane: follow the PLACES best earlier matches of the text's end, DEPTH tokens each, with their chances.
+
+    WIDTH and DEPTHS are powers of two that hold PLACES and DEPTH. `scores` [lanes, score_line] is for what threads
+    tell each other. Nodes lie place by place; paths have DEPTH + 1 hashes.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    text += lane * text_line
+    scores += lane * score_line
+    length = tl.load(lengths + lane).to(tl.int32)
+    reach = tl.minimum(length, span)
+    for begin in range(0, reach, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        going = at < length - 1
+        match = tl.zeros([BLOCK], tl.int32)
+        for back in tl.static_range(LONGEST):
+            end = tl.load(text + tl.maximum(length - 1 - back, 0))
+            here = tl.load(text + tl.maximum(at - back, 0), mask=at < reach, other=-1)
+            going = going & (here == end) & (at >= back) & (length - 1 > back)
+            match += going.to(tl.int32)
+        tl.store(scores + at, match * span + at, mask=at < reach)
+    tl.debug_barrier()
+    place = tl.arange(0, WIDTH)
+    score = tl.full([WIDTH], -1, tl.int32)
+    last = tl.full([], 0x7FFFFFFF, tl.int32)
+    for number in tl.static_range(PLACES):
+        top = tl.full([], -1, tl.int32)
+        for begin in range(0, reach, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            some = tl.load(scores + at, mask=at < reach, other=-1)
+            top = tl.maximum(top, tl.max(tl.where(some < last, some, -1), 0))
+        score = tl.where(place == number, top, score)
+        last = top
+    matched = tl.where(score >= 0, score // span, 0)
+    where = tl.where(score >= 0, score % span, 0)
+    period = tl.maximum(length - 1 - where, 1)
+    agree = tl.full([WIDTH, WIDTH], 1, tl.int32)
+    total_log = tl.zeros([WIDTH], tl.float32)
+    hashed = tl.zeros([WIDTH], tl.int64)
+    there = place < PLACES
+    column = tl.arange(0, DEPTHS)
+    node = lane * nodes + place * DEPTH
+    out = (node[:, None] + column[None, :]) * (DEPTH + 1)
+    tl.store(paths + out, tl.zeros([WIDTH, DEPTHS], tl.int64), mask=there[:, None] & (column < DEPTH)[None, :])
+    for depth in range(DEPTH):
+        token = tl.load(text + tl.minimum(where + 1 + depth % period, span - 1))
+        before = agree
+        agree = agree & (token[:, None] == token[None, :]).to(tl.int32)
+        grown = tl.where(matched > 0, matched, NONE) + depth
+        chance = tl.zeros([WIDTH], tl.float32)
+        belief = tl.full([WIDTH], 1.0, tl.float32)
+        for shorter in tl.static_range(LONGEST):
+            trust = tl.load(trusts + LONGEST - 1 - shorter)
+            counted = ((grown >= LONGEST - shorter) & there).to(tl.int32)
+            total = tl.sum(before * counted[None, :], 1).to(tl.float32)
+            mine = tl.sum(agree * counted[None, :], 1).to(tl.float32)
+            chance += belief * trust * mine / tl.maximum(total, 1.0)
+            belief = tl.where(total > 0, belief * (1 - trust), belief)
+        total_log += tl.log(tl.where(grown > 0, chance, 0.0))
+        hashed += mix(token, depth + 1)
+        tl.store(tokens + node + depth, token, mask=there)
+        tl.store(chances + node + depth, tl.where(total_log < floor, float("-inf"), total_log), mask=there)
+        deeper = there[:, None] & ((column >= depth) & (column < DEPTH))[None, :]
+        tl.store(paths + out + depth + 1, hashed[:, None] + tl.zeros([WIDTH, DEPTHS], tl.int64), mask=deeper)
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def ranks(
+    places, depths, guesses, chances, worths, line, node_tokens, node_chances, paths, nodes,
+    NODES: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """One lane: nodes from paths of ranks among the guesses of HEADS heads. GIVEN: with chances of their own."""
+    lane = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    there = node < nodes
+    depth = tl.load(depths + node, mask=there, other=0)
+    total = tl.zeros([NODES], tl.float32)
+    hashed = tl.zeros([NODES], tl.int64)
+    newest = tl.zeros([NODES], tl.int64)
+    way = paths + (lane * nodes + node) * (HEADS + 1)
+    tl.store(way, hashed, mask=there)
+    for head in tl.static_range(HEADS):
+        within = there & (head < depth)
+        guess = lane * line + tl.load(places + node * HEADS + head, mask=there, other=0)
+        token = tl.load(guesses + guess, mask=there, other=0)
+        newest = tl.where(within, token, newest)
+        total += tl.load(chances + guess, mask=within, other=0.0)
+        hashed += mix(token, head + 1)
+        tl.store(way + head + 1, hashed, mask=there)
+    if GIVEN:
+        total = tl.where(total > float("-inf"), tl.load(worths + node, mask=there, other=0.0), float("-inf"))
+    tl.store(node_tokens + lane * nodes + node, newest, mask=there)
+    tl.store(node_chances + lane * nodes + node, total, mask=there)
+
+
+@triton.jit
+def comb(
+    window, filled, drafted, room, tokens, depths, chances, paths,
+    COLUMNS: tl.constexpr, LEVELS: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """One lane: the rows of Lookahead's window as nodes, first the spine, then column by column."""
+    lane = tl.program_id(0).to(tl.int64)
+    window += lane * LEVELS * COLUMNS
+    fits = tl.load(room + lane) >= COLUMNS - 1  # where the context ends there is no more probing
+    tl.store(drafted + lane, fits.to(tl.int8))
+    full = tl.load(filled + lane)
+    node = tl.arange(0, NODES)
+    count: tl.constexpr = COLUMNS * LEVELS
+    there = node < count
+    column = node
+    level = node * 0
+    if LEVELS > 1:
+        tooth = tl.maximum(node - COLUMNS, 0)
+        column = tl.where(node < COLUMNS, node, tooth // (LEVELS - 1))
+        level = tl.where(node < COLUMNS, 0, 1 + tooth % (LEVELS - 1))
+    first = lane * count
+    tl.store(tokens + first + node, tl.load(window + level * COLUMNS + column, mask=there, other=0), mask=there)
+    tl.store(depths + first + node, tl.minimum(level + column, COLUMNS - 1).to(tl.int64), mask=there)
+    real = (level < full) & (column <= COLUMNS - full) & fits & (node > 0)
+    tl.store(chances + first + node, tl.where(real, 0.0, float("-inf")), mask=there)
+    hashed = tl.zeros([NODES], tl.int64)
+    for depth in range(COLUMNS):
+        # A path goes down the spine to its column, and then down the column.
+        below = tl.maximum(depth - column, 0)
+        at = tl.where(below > 0, below * COLUMNS + column, depth)
+        token = tl.load(window + at, mask=there & (below < LEVELS) & (depth > 0), other=0)
+        hashed += tl.where((below < LEVELS) & (depth > 0), mix(token, depth), 0)
+        tl.store(paths + (first + node) * COLUMNS + depth, hashed, mask=there)
+
+
+@triton.jit
+def _matches(runs, entry, ends, key, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether n-grams begin with the `key` tokens before `ends`, and go on."""
+    same = tl.load(runs + entry * WIDTH + key) != -1
+    for place in range(key):
+        end = tl.load(ends - key + place)
+        same = same & (tl.load(runs + entry * WIDTH + place) == end)
+    return same
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def ngrams(
+    text, lengths, text_line, runs, counts, found, keys, ends,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
+    WANTED: tl.constexpr, KNOWN: tl.constexpr,
+):  # fmt: skip
+    """One lane: up to GUESSES different runs that followed the text's end, longest key first, then newest first.
+
+    `found` [lanes, GUESSES, WIDTH - 1] and `keys` [lanes, GUESSES] are filled with -1 and 0. TAIL and KNOWN are powers
+    of two that hold WIDTH and GUESSES. `ends` [lanes, LONGEST] gets the last tokens, -2 where there are none.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    runs += lane * (SIZE + 1) * WIDTH
+    found += lane * GUESSES * (WIDTH - 1)
+    keys += lane * GUESSES
+    ends += lane * LONGEST
+    length = tl.load(lengths + lane)
+    for back in tl.static_range(LONGEST):
+        end = tl.load(text + lane * text_line + tl.maximum(length - 1 - back, 0))
+        tl.store(ends + LONGEST - 1 - back, tl.where(length - 1 - back >= 0, end, -2))
+    tail = tl.arange(0, TAIL)
+    known = tl.arange(0, KNOWN)
+    for guess in range(GUESSES):
+        tl.store(found + guess * (WIDTH - 1) + tail, tl.full([TAIL], -1, tl.int64), mask=tail < WIDTH - 1)
+        tl.store(keys + guess, 0)
+    count = tl.load(counts + lane)
+    entry = tl.arange(0, SIZE)
+    tl.debug_barrier()
+    key = tl.zeros([SIZE], tl.int32)
+    for longer in tl.static_range(1, (LONGEST if LONGEST < WIDTH - 1 else WIDTH - 1) + 1):
+        key = tl.where(_matches(runs, entry, ends + LONGEST, longer, SIZE, WIDTH), longer, key)
+    newness = (SIZE - 1 - (count - 1 - entry + SIZE) % SIZE).to(tl.int32)
+    score = tl.where(key > 0, key * SIZE + newness, -1)
+    kept = 0
+    tried = 0
+    top = tl.max(score, 0)
+    while (kept < GUESSES) & (tried < WANTED) & (top >= 0):
+        its_key = top // SIZE
+        its_entry = (count - 1 - (SIZE - 1 - top % SIZE) + SIZE) % SIZE
+        shift = its_key + tail
+        run = tl.load(runs + its_entry * WIDTH + shift, mask=shift < WIDTH, other=-1)
+        before = tl.load(
+            found + known[:, None] * (WIDTH - 1) + tail[None, :],
+            mask=(known < kept)[:, None] & (tail < WIDTH - 1)[None, :],
+            other=-1,
+        )
+        differs = tl.max(((before != run[None, :]) & (tail < WIDTH - 1)[None, :]).to(tl.int32), 1)
+        twice = tl.max(((differs == 0) & (known < kept)).to(tl.int32), 0)
+        tl.debug_barrier()
+        if twice == 0:
+            tl.store(found + kept * (WIDTH - 1) + tail, run, mask=tail < WIDTH - 1)
+            tl.store(keys + kept, its_key)
+            kept += 1
+        tl.debug_barrier()
+        tried += 1
+        score = tl.where(score == top, -1, score)
+        top = tl.max(score, 0)
+
+
+@triton.jit
+def prolonged(
+    runs, counts, found, keys, ends, paths_so_far, trusts, filled, tokens, chances, paths, older, deeper,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
+    RECYCLE: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One run of one lane as nodes. RECYCLE: where it is too short, with what followed its own end.
+
+    `paths_so_far` [lanes, GUESSES, LONGEST + LENGTH] has the text's end and then the run.
+    """
+    lane, guess = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    runs += lane * (SIZE + 1) * WIDTH
+    way = paths_so_far + (lane * GUESSES + guess) * (LONGEST + LENGTH)
+    run = found + (lane * GUESSES + guess) * (WIDTH - 1)
+    key = tl.load(keys + lane * GUESSES + guess)
+    for place in tl.static_range(LONGEST):
+        tl.store(way + place, tl.load(ends + lane * LONGEST + place))
+    count = tl.load(counts + lane)
+    entry = tl.arange(0, SIZE)
+    newness = (SIZE - 1 - (count - 1 - entry + SIZE) % SIZE).to(tl.int32)
+    there = key > 0
+    if EARLY == 0:
+        there = there & (tl.load(filled + lane) == LEVELS)
+    chance = tl.load(trusts + key) + guess * older
+    first = (lane * GUESSES + guess) * LENGTH
+    hashed = tl.zeros([1], tl.int64)
+    one = tl.arange(0, 1)
+    for below in range(LENGTH):
+        tl.store(paths + (first + below) * (LENGTH + 1) + one, hashed)
+    for place in tl.static_range(LENGTH):
+        token = tl.load(run + place)
+        if RECYCLE and place > 0:  # noqa: SIM102 (known when compiled)
+            if (token == -1) & there:
+                tl.debug_barrier()
+                longest = tl.zeros([SIZE], tl.int32)
+                for longer in tl.static_range(1, (LONGEST if LONGEST < WIDTH - 1 else WIDTH - 1) + 1):
+                    same = _matches(runs, entry, way + LONGEST + place, longer, SIZE, WIDTH)
+                    longest = tl.where(same, longer, longest)
+                top = tl.max(tl.where(longest > 0, longest * SIZE + newness, -1), 0)
+                if top >= 0:
+                    at = (count - 1 - (SIZE - 1 - top % SIZE) + SIZE) % SIZE
+                    token = tl.load(runs + at * WIDTH + top // SIZE)
+        there = there & (token != -1)
+        tl.store(way + LONGEST + place, token)
+        tl.store(tokens + first + place, tl.maximum(token, 0))
+        tl.store(chances + first + place, tl.where(there, chance + place * deeper, float("-inf")))
+        hashed += mix(tl.maximum(token, 0) + one.to(tl.int64) * 0, place + 1)
+        for below in range(place, LENGTH):
+            tl.store(paths + (first + below) * (LENGTH + 1) + place + 1 + one, hashed)
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def look(
+    window, filled, drafted, runs, counts, row_tokens, row_parents, row_valid, row_hashes, best, answers, count,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, RECYCLE: tl.constexpr,
+):  # fmt: skip
+    """One lane: what Lookahead's window and pool learn from a step.
+
+    WIDE and HIGH are powers of two that hold COLUMNS and LEVELS. `answers` [lanes, WIDE] is for what threads tell each
+    other.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    window += lane * LEVELS * COLUMNS
+    runs += lane * (SIZE + 1) * WIDTH
+    answers += lane * WIDE
+    first = lane * count
+    row = tl.arange(0, ROWS)
+    real = row < count
+    total = tl.load(counts + lane)
+    if RECYCLE:  # what the model says after every row, the rejected ones too; the first rows last
+        valid = (tl.load(row_valid + first + row, mask=real, other=0) > 0) & (row > 0) & real
+        token = tl.load(row_tokens + first + row, mask=real, other=0)
+        parent = tl.load(row_parents + first + row, mask=real, other=0)
+        before = tl.load(row_tokens + first + parent, mask=real, other=0)
+        said = tl.load(best + first + row, mask=real, other=0)
+        many = tl.sum(valid.to(tl.int32), 0)
+        place = runs + (total + many - tl.cumsum(valid.to(tl.int32), 0)) % SIZE * WIDTH
+        tl.store(place, before, mask=valid)
+        tl.store(place + 1, token, mask=valid)
+        tl.store(place + 2, said, mask=valid)
+        for more in tl.static_range(3, WIDTH):
+            tl.store(place + more, tl.full([ROWS], -1, tl.int64), mask=valid)
+        total += many
+    levels = tl.load(filled + lane)
+    used = tl.load(drafted + lane) > 0
+    full = levels == LEVELS
+    column = tl.arange(0, WIDE)
+    inside = column < COLUMNS
+    tip = tl.zeros([WIDE], tl.int64)
+    for at in range(1, COLUMNS):
+        tip += tl.where(column >= at, mix(tl.load(window + at), at), 0)
+    for level in range(1, LEVELS):
+        token = tl.load(window + level * COLUMNS + column, mask=inside, other=0)
+        tip += tl.where(level < levels, mix(token, column + level), 0)
+    hashed = tl.load(row_hashes + first + row, mask=real, other=0)
+    same = (tip[:, None] == hashed[None, :]) & real[None, :]
+    where = tl.min(tl.where(same, row[None, :], ROWS), 1)
+    answer = tl.load(best + first + tl.where(where < ROWS, where, 0), mask=inside, other=0)
+    tl.store(answers + column, answer, mask=inside)
+    tl.debug_barrier()
+    level = tl.arange(0, HIGH)
+    fits = (level < LEVELS)[:, None] & inside[None, :]
+    if used & full:
+        collected = inside & (column < WINDOW)
+        place = runs + (total + column) % SIZE * WIDTH
+        current = tl.load(row_tokens + first)
+        token = tl.load(window + column, mask=inside, other=0)
+        tl.store(place, tl.where(column == 0, current, token), mask=collected)
+        for deep in range(1, LEVELS):
+            tl.store(place + deep, tl.load(window + deep * COLUMNS + column, mask=inside, other=0), mask=collected)
+        tl.store(place + LEVELS, answer, mask=collected)
+        for more in tl.static_range(LEVELS + 1, WIDTH):
+            tl.store(place + more, tl.full([WIDE], -1, tl.int64), mask=collected)
+        total += WINDOW
+    tl.store(counts + lane, total)
+    # All levels are there: the oldest goes. Or else one more comes, and the first column goes.
+    source = tl.where(full, level + 1, level)[:, None]
+    shifted = tl.where(full, column, (column + 1) % COLUMNS)[None, :]
+    newest = tl.where(full, source == LEVELS, source == levels)
+    old = tl.load(window + source * COLUMNS + shifted, mask=fits & (newest == 0), other=0)
+    new = tl.load(answers + shifted + source * 0, mask=fits & newest, other=0)
+    tl.debug_barrier()
+    if used:
+        tl.store(window + level[:, None] * COLUMNS + column[None, :], tl.where(newest, new, old), mask=fits)
+        tl.store(filled + lane, tl.where(full, levels, levels + 1))
+
+
+@triton.jit
+def likely_parts(logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.constexpr, HELD: tl.constexpr):
+    """Of a part of a row of logits: its TOP highest with their places as sortable numbers, its peak and its sum."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = part * PART + tl.arange(0, PART)
+    logit = tl.load(logits + row * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
+    peak = tl.max(logit, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp(logit - base), 0)
+    tl.store(sums + (row * parts + part) * 2, peak)
+    tl.store(sums + (row * parts + part) * 2 + 1, total)
+    bits = logit.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    number = tl.where(place < width, (order.to(tl.int64) << 32) | (0x7FFFFFFF - place), -(1 << 62) * 2)
+    for rank in tl.static_range(TOP):
+        best = tl.max(number, 0)
+        tl.store(tops + (row * parts + part) * HELD + rank, best)
+        number = tl.where(number == best, -(1 << 62) * 2, number)
+
+
+@triton.jit
+def likely(
+    tops, sums, found, rows, parts, TOP: tl.constexpr, HELD: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr
+):
+    """The TOP highest of a row from those of its parts, and the logarithms of their chances."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    peak = tl.load(sums + (row * parts + part) * 2, mask=part < parts, other=float("-inf"))
+    total = tl.load(sums + (row * parts + part) * 2 + 1, mask=part < parts, other=0.0)
+    highest = tl.max(peak, 0)
+    whole = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
+    entry = tl.arange(0, ALL)
+    here = (entry < parts * HELD) & (entry % HELD < TOP)
+    number = tl.load(tops + row * parts * HELD + entry, mask=here, other=-(1 << 62) * 2)
+    for rank in tl.static_range(TOP):
+        best = tl.max(number, 0)
+        number = tl.where(number == best, -(1 << 62) * 2, number)
+        order = (best >> 32).to(tl.int32)
+        logit = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        tl.store(found + row * TOP + rank, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.float64))
+        tl.store(found + rows * TOP + row * TOP + rank, (logit - whole).to(tl.float64))
