@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gpu_session import DTYPE, assemble, widen, widen_ready
 from measure import spec_bench, written_together
 from outpace import Amphista, Autoregressive, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
+from outpace.errors import OutpaceWarning
 from outpace.methods.headed import Ready, shipped
 from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
@@ -293,6 +294,7 @@ def sampling(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    warnings.simplefilter("always", OutpaceWarning)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["one", "together", "sampling"])
     parser.add_argument("--model", required=True, help="the embedded model's folder")

@@ -557,9 +557,9 @@ def look(
     tip = tl.zeros([WIDE], tl.int64)
     for at in range(1, COLUMNS):
         tip += tl.where(column >= at, mix(tl.load(window + at), at), 0)
-    for level in range(1, LEVELS):
-        token = tl.load(window + level * COLUMNS + column, mask=inside, other=0)
-        tip += tl.where(level < levels, mix(token, column + level), 0)
+    for below in range(1, LEVELS):
+        tooth = tl.load(window + below * COLUMNS + column, mask=inside, other=0)
+        tip += tl.where(below < levels, mix(tooth, column + below), 0)
     hashed = tl.load(row_hashes + first + row, mask=real, other=0)
     same = (tip[:, None] == hashed[None, :]) & real[None, :]
     where = tl.min(tl.where(same, row[None, :], ROWS), 1)
@@ -570,15 +570,15 @@ def look(
     fits = (level < LEVELS)[:, None] & inside[None, :]
     if used & full:
         collected = inside & (column < WINDOW)
-        place = runs + (total + column) % SIZE * WIDTH
+        entry = runs + (total + column) % SIZE * WIDTH
         current = tl.load(row_tokens + first)
-        token = tl.load(window + column, mask=inside, other=0)
-        tl.store(place, tl.where(column == 0, current, token), mask=collected)
+        spine = tl.load(window + column, mask=inside, other=0)
+        tl.store(entry, tl.where(column == 0, current, spine), mask=collected)
         for deep in range(1, LEVELS):
-            tl.store(place + deep, tl.load(window + deep * COLUMNS + column, mask=inside, other=0), mask=collected)
-        tl.store(place + LEVELS, answer, mask=collected)
+            tl.store(entry + deep, tl.load(window + deep * COLUMNS + column, mask=inside, other=0), mask=collected)
+        tl.store(entry + LEVELS, answer, mask=collected)
         for more in tl.static_range(LEVELS + 1, WIDTH):
-            tl.store(place + more, tl.full([WIDE], -1, tl.int64), mask=collected)
+            tl.store(entry + more, tl.full([WIDE], -1, tl.int64), mask=collected)
         total += WINDOW
     tl.store(counts + lane, total)
     # All levels are there: the oldest goes. Or else one more comes, and the first column goes.
