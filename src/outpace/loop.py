@@ -102,11 +102,12 @@ def write(
 
 def _by_program(engine: Engine, program: Any, sequence: Any, sampling: Sampling, stop: Stop, limit: int | None) -> Text:
     """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
-    seen: list[Any] = []
-    yield from engine.read(sequence, program.sees(seen))
-    lane = program.open(sequence, sampling, limit, seen)
+    lane = program.reserve(sequence, limit)
     written, finish = 0, None
+    seen: list[Any] = []
     try:
+        yield from engine.read(sequence, program.sees(seen))
+        program.open(lane, sequence, sampling, limit, seen)
         while finish is None:
             clock = _Clock()
             stepped = None

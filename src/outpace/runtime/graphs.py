@@ -71,8 +71,10 @@ class GraphEngine(Engine):
         self._head_steps: dict[tuple[Hashable, int], _HeadStep] = {}  # by whose heads, length of text
         self._eager: set[Hashable] = set()  # whose heads cannot be captured
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
-        self._texts = torch.zeros(LINES, 0, dtype=torch.long)  # on the device: lists of slots
-        self._readers: list[Sequence | None] = []  # whose
+        self._texts = torch.zeros(
+            LINES, self.pool.capacity, dtype=torch.long, device=self.pool.device
+        )  # lists of slots
+        self._readers: list[Sequence | None] = [None] * LINES  # whose
         self._running: _Running | None = None  # the step that is computed ahead
         self._programs: list[tuple[Any, Program]] = []  # by method, the newest last
         self._prepared: set[bool] = set()  # whether layers are compiled for one text, for several
@@ -295,7 +297,7 @@ class GraphEngine(Engine):
         count = len(hidden)
         past = len(sequence.slots) - count
         line = next((line for line, reader in enumerate(self._readers) if reader is sequence), None)
-        known = line is not None and sequence.stable >= past and self._texts.shape[1] == self.pool.capacity
+        known = line is not None and sequence.stable >= past
         if count > HEAD_ROWS or not known or owner in self._eager:
             return None
         step = self._head_step(function, owner, past)
@@ -335,13 +337,6 @@ class GraphEngine(Engine):
     def _update_texts(self, texts: list[tuple[Sequence, Rows]], lines: list[int]) -> None:
         """Bring the lists of the texts' slots up to date on the device."""
         capacity = self.pool.capacity
-        if self._texts.shape[1] != capacity:  # the pool has grown: graphs on the old storage are of no use
-            self._graphs.clear()
-            self._head_steps.clear()
-            self._programs.clear()
-            self._memory = None
-            self._texts = torch.zeros(LINES, capacity, dtype=torch.long, device=self.pool.device)
-            self._readers = [None] * LINES
         places, slots = list[int](), list[int]()
         for (sequence, rows), line in zip(texts, lines, strict=True):
             start = sequence.stable if self._readers[line] is sequence else 0

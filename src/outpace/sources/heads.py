@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..picking import NOISED, Sampling, likeliest
 from ..step.choosing import Choices, gumbel, needs_of
 from ..step.nodes import NEVER, Nodes, mix
-from ..step.texts import Texts
+from ..step.texts import Texts, signed
 from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
@@ -63,7 +63,7 @@ class HeadGuesses(Reading):
         follower.feed(states, torch.tensor(sequence.tokens[-len(states) :], device=states.device), sequence)
         logits = follower.guesses()
         texts = Texts(1, 1, states.device)
-        texts.lengths[:], texts.seeds[:] = len(sequence.tokens), sampling.seed
+        texts.lengths[:], texts.seeds[:] = len(sequence.tokens), signed(sampling.seed)
         choices = Choices(1, logits.shape[-1], states.device)
         choices.open(0, sampling, ())
         self._take(slice(lane, lane + 1), logits[:, None], texts, choices, needs_of(sampling))

@@ -15,7 +15,7 @@ class Ngrams:
     >>> memory = Ngrams(1, 3, torch.device("cpu"))
     >>> memory.add(torch.tensor([[[7, 1, 1], [7, 2, 2], [5, 3, 3], [7, 1, 1]]]))
     >>> memory.after(torch.tensor([[[4, 7]]]), 3)[0].tolist()
-    [[[[1, 1, -1], [2, 2, -1], [-1, -1, -1]]]]
+    [[[[1, 1], [2, 2], [-1, -1]]]]
     """
 
     def __init__(self, lanes: int, width: int, device: torch.device, size: int = SIZE) -> None:
