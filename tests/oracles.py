@@ -66,17 +66,18 @@ def _next_chance(follows: Sequence[tuple[int, Path]], path: Path, longest: int) 
 
 
 class Memory:
-    """The newest `size` n-grams, looked through from the newest."""
+    """The newest `size` n-grams, looked through from the newest. One that comes again leaves its old place empty."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.runs: list[Path] = []
 
     def add(self, ngrams: Sequence[Path]) -> None:
-        self.runs = [*self.runs, *ngrams][-self.size :]
+        new = [*reversed(dict.fromkeys(reversed(ngrams)))]
+        self.runs = [*(() if run in new else run for run in self.runs), *new][-self.size :]
 
     def after(self, end: Sequence[int], most: int) -> list[tuple[int, Path]]:
-        """Length of the key and run, longest key first, then newest first; none twice among the first 4 * most."""
+        """Length of the key and run, longest key first, then newest first; none twice."""
         found = list[tuple[int, Path]]()
         for run in reversed(self.runs):
             keys = range(1, min(len(end), len(run) - 1) + 1)
@@ -85,7 +86,7 @@ class Memory:
                 found.append((key, run[key:]))
         found.sort(key=lambda item: -item[0])
         once = dict[Path, int]()
-        for key, run in found[: 4 * most if most > 1 else 1]:
+        for key, run in found:
             once.setdefault(run, key)
         return [(key, run) for run, key in once.items()][:most]
 
@@ -141,7 +142,7 @@ class PublishedLookahead:
         for column, first in enumerate([current, *self.levels[0]]):
             run = (*(level[column] for level in self.levels[1:]), new[column])
             known = [other for other in self.pool.get(first, []) if other != run]
-            self.pool[first] = [*known, run][-self.guesses :]
+            self.pool[first] = [*known, run][-self.guesses :] if self.guesses else []
         _, first_level, *others = [*self.levels, new]
         self.levels = [first_level[1:], *others]
 
