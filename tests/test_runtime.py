@@ -42,7 +42,7 @@ def test_fixed_rows_write_plain_decodings_text(name: str, exact_rows: int) -> No
     model = tiny(name)
     adapted = HFModel(model)
     assert adapted.lists
-    decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=16), model)
+    decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=512), model)
     for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=3)):
         expected = Decoder(model).generate(PROMPT, method=Autoregressive(), sampling=sampling, max_new_tokens=20)
         for method in (Autoregressive(), *METHODS):
@@ -94,7 +94,7 @@ def test_what_was_begun_ahead_counts_only_where_it_is_what_is_asked_for(
     choices: list[tuple[bool, int]], exact_rows: int
 ) -> None:
     model = HFModel(tiny("Llama"))
-    ahead, steady = (GraphEngine(model, compiled=False, exact_rows=exact_rows, capacity=16) for _ in range(2))
+    ahead, steady = (GraphEngine(model, compiled=False, exact_rows=exact_rows, capacity=512) for _ in range(2))
     with ahead.pool.sequence(PROMPT) as first, steady.pool.sequence(PROMPT) as second:
         first.runs_on = True
         for best, other in choices:

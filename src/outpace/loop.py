@@ -106,7 +106,10 @@ def _by_program(engine: Engine, program: Any, sequence: Any, sampling: Sampling,
     written, finish = 0, None
     seen: list[Any] = []
     try:
-        yield from engine.read(sequence, program.sees(seen))
+        try:
+            yield from engine.read(sequence, program.sees(seen))
+        except InvalidLogits as error:
+            raise InvalidLogits(f"at new token 1: {error}.") from error
         program.open(lane, sequence, sampling, limit, seen)
         while finish is None:
             clock = _Clock()

@@ -156,11 +156,15 @@ class GraphEngine(Engine):
         return graph.share(len(rows), logits)
 
     def run(self, works: Items[Work]) -> list[Output | InvalidLogits]:
-        return [*self._run(works)]  # by lists, no text sees anything of another's, be it NaN
-
-    def _run(self, works: Items[Work]) -> list[Output]:
         if len(works) == 1:
             return [works[0].do()]
+        outputs = self._run_packed(works)
+        if outputs is None:  # with a dense mask, then
+            return super().run(works)
+        return [*outputs]  # by lists, no text sees anything of another's, be it NaN
+
+    def _run_packed(self, works: Items[Work]) -> list[Output] | None:
+        """By a graph; None where there is none."""
         start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
         self._running = None
         self._make_storage(parts[0])
@@ -170,7 +174,7 @@ class GraphEngine(Engine):
         if self._prepared or self._graphs or any(work.logits for work in works) or stop is not None:
             graph = self._launch(parts, lines, (start, stop), joined(works), None)
         if graph is None:
-            return super()._run(works)
+            return None
         found = graph.found.cpu()  # one transfer for all
         outputs, first = [], 0
         for work in works:

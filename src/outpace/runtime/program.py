@@ -61,7 +61,8 @@ class Program:
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
-        self._texts: list[Sequence | None] = [None] * LANES
+        # In exact mode texts take turns: one is here, and the host writes the others.
+        self._texts: list[Sequence | None] = [None] * (1 if engine.exact else LANES)
         self._reserved: set[int] = set()  # lanes for texts that are being read
         self._known: list[int] = [0] * LANES  # the length of each text, as far as the host has heard
         self._steps: list[deque[Stepped]] = [deque() for _ in range(LANES)]  # that were read, and nobody asked for yet
@@ -75,6 +76,9 @@ class Program:
 
     def size(self, lanes: int) -> int:
         """Rows of each lane in a graph for so many lanes."""
+        if self.engine.exact:  # as other steps have it
+            most = self.engine.most_rows
+            return next((size for size in self.engine.sizes if size >= self.rows), -(-self.rows // most) * most)
         if lanes == 1:
             return max(2, -(-self.rows // 8) * 8 if self.rows > 2 else 2)  # one row alone would be compiled apart
         size = 1
