@@ -90,7 +90,7 @@ def paths_of(rows: Rows, lane: int) -> list[Path]:
     return paths
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     st.randoms(use_true_random=False),
     st.booleans(),
@@ -136,7 +136,7 @@ def random_rows(draw: random.Random, lanes: int, most: int, deepest: int = 6) ->
     return rows, [paths_of(rows, lane) for lane in range(lanes)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.randoms(use_true_random=False), st.integers(1, 20))
 def test_the_walk_and_what_is_kept(draw: random.Random, most: int) -> None:
     lanes, deepest = 4, 6
@@ -174,6 +174,7 @@ def test_the_walk_and_what_is_kept(draw: random.Random, most: int) -> None:
     assert int(state.lengths[lanes]) == 0
 
 
+@settings(max_examples=20)
 @given(st.randoms(use_true_random=False))
 def test_rows_write_the_slots_behind_the_text(draw: random.Random) -> None:
     rows, paths = random_rows(draw, 3, 10)
@@ -188,6 +189,7 @@ def test_rows_write_the_slots_behind_the_text(draw: random.Random) -> None:
         assert slots[lane].tolist() == expected + [999] * (12 - count)
 
 
+@settings(max_examples=20)
 @given(st.integers(1, 130), st.randoms(use_true_random=False))
 def test_bits_say_what_is_seen(count: int, draw: random.Random) -> None:
     sees = torch.tensor([[[draw.random() < 0.5 for _ in range(count)] for _ in range(3)]])
@@ -228,7 +230,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.randoms(use_true_random=False), st.integers(0, 9))
 def test_choices_are_the_pickers(samplings: list[Sampling], draw: random.Random, spoiled: int) -> None:
     lanes, most = len(samplings), 12
