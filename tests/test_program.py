@@ -180,7 +180,7 @@ def test_programs_outlive_the_first_text() -> None:
     assert programs(decoder) == [before]
 
 
-@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "medusa"])
+@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "medusa", "amphista"])
 def test_a_prompt_of_one_token_in_a_fresh_engine(label: str) -> None:
     decoder = decoder_of(tiny("Llama"))
     found = decoder.generate([7], method=method_of("Llama", label), max_new_tokens=8)

@@ -29,8 +29,9 @@ BY_LISTS = [name for name in ARCHITECTURES if name not in ("GPTJ", "GptOss", "Fa
 PROMPT = [5, 9, 5, 9, 7, 3] * 4
 
 
-def decoder_on(engine: GraphEngine, model: Any) -> Decoder:
+def decoder_on(engine: GraphEngine, model: Any, whole_steps: bool = True) -> Decoder:
     decoder = Decoder(model)
+    engine.whole_steps = whole_steps
     decoder.engine = engine
     return decoder
 
@@ -75,7 +76,7 @@ def test_plain_greedy_decoding_is_one_step_ahead(exact_rows: int, monkeypatch: p
     model, launched = tiny("Llama"), list[int]()
     launch = graphs._Graph.launch
     monkeypatch.setattr(graphs._Graph, "launch", lambda self, *args: (launched.append(1), launch(self, *args)))
-    decoder = decoder_on(GraphEngine(HFModel(model), compiled=False, exact_rows=exact_rows), model)
+    decoder = decoder_on(GraphEngine(HFModel(model), compiled=False, exact_rows=exact_rows), model, whole_steps=False)
     cases = {
         "greedy": (Sampling(), Autoregressive(), 12),
         "sampled": (Sampling(temperature=0.8), Autoregressive(), 11),
@@ -110,7 +111,7 @@ def test_what_was_begun_ahead_counts_only_where_it_is_what_is_asked_for(
 
 def test_texts_that_take_turns_are_not_begun_ahead() -> None:
     model = tiny("Llama")
-    decoder = decoder_on(GraphEngine(HFModel(model), compiled=False), model)
+    decoder = decoder_on(GraphEngine(HFModel(model), compiled=False), model, whole_steps=False)
     expected = Decoder(model).generate(PROMPT, method=Autoregressive(), max_new_tokens=12).token_ids
     streams = [decoder.stream(PROMPT, method=Autoregressive(), max_new_tokens=12) for _ in range(2)]
     texts: list[list[int]] = [[], []]
@@ -318,7 +319,7 @@ def test_a_model_that_cannot_be_captured_runs_without(monkeypatch: pytest.Monkey
     monkeypatch.setattr(graphs._Graph, "capture", fail)
     model = tiny("Llama")
     adapted = HFModel(model)
-    decoder = decoder_on(GraphEngine(adapted), model)
+    decoder = decoder_on(GraphEngine(adapted), model, whole_steps=False)
     with pytest.warns(OutpaceWarning) as warned:
         text = decoder.generate(PROMPT, method=Lookahead(), max_new_tokens=12).token_ids
     ours = [str(warning.message) for warning in warned if warning.category is OutpaceWarning]
@@ -340,7 +341,11 @@ def test_without_memory_for_large_graphs_small_ones_are_left(monkeypatch: pytest
     model = tiny("Llama")
     engine = GraphEngine(HFModel(model), compiled=False)
     with pytest.warns(OutpaceWarning, match=r"No memory for a graph of \d+ rows over 1024 tokens; 1 of 1024 MiB"):
-        text = decoder_on(engine, model).generate(PROMPT, method=Lookahead(), max_new_tokens=12).token_ids
+        text = (
+            decoder_on(engine, model, whole_steps=False)
+            .generate(PROMPT, method=Lookahead(), max_new_tokens=12)
+            .token_ids
+        )
     assert engine.sizes == [2, 8, 16, 32]  # 64 was tried, so what is larger is not
     assert text == Decoder(model).generate(PROMPT, max_new_tokens=12).token_ids
     assert all(0 <= token < VOCABULARY for token in text)
