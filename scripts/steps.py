@@ -99,8 +99,9 @@ def graph_ms(program: Program, prompt: list[int], group: int = 1) -> tuple[float
         from outpace.runtime.plain import alone
 
         seen: list[torch.Tensor] = []
+        lane = program.reserve(sequence, 700)
         alone(engine.read(sequence, program.sees(seen)))
-        lane = program.open(sequence, Sampling(), 700, seen)
+        program.open(lane, sequence, Sampling(), seen)
         try:
             whole = program._graph(group, 1024, frozenset())
             both = median_ms(whole.run, 12)

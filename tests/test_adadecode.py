@@ -138,7 +138,7 @@ def _plain(name: str) -> Decoder:
 
 
 def _graphs(name: str) -> Decoder:
-    return _known.get(("graphs", name)) or _known.setdefault(("graphs", name), on_graphs(tiny(name), capacity=16))
+    return _known.get(("graphs", name)) or _known.setdefault(("graphs", name), on_graphs(tiny(name), capacity=512))
 
 
 @pytest.mark.parametrize("exact_rows", [0, 8])
@@ -146,7 +146,7 @@ def _graphs(name: str) -> Decoder:
 def test_fixed_rows_climb_the_same_stairs(name: str, exact_rows: int) -> None:
     """The runtime of CUDA graphs: the device's list of slots must not go stale when guesses are rejected."""
     model = tiny(name)
-    plain, fixed = Decoder(model), on_graphs(model, exact_rows=exact_rows, capacity=16)
+    plain, fixed = Decoder(model), on_graphs(model, exact_rows=exact_rows, capacity=512)
     method = AdaDecode(random_exits(model), control="fixed", gamma=0.92 if name == "Gemma2" else 0.026, pending=5)
     steps = [
         [(step.tokens, step.draft.tokens, step.sources) for step in decoder.stream([5, 9, 5, 9, 7], **options)]

@@ -107,9 +107,9 @@ def test_each_text_is_the_one_it_is_alone(count: int) -> None:
 
 @pytest.mark.parametrize("exact_rows", [0, 8])
 def test_on_fixed_rows_too(exact_rows: int) -> None:
-    """Packed rows in fixed places, and in exact mode texts that take turns. The pool grows meanwhile."""
+    """Packed rows in fixed places, and in exact mode texts that take turns."""
     texts = some(10, seed=3)
-    decoder = graph_decoder(exact_rows=exact_rows, capacity=64)
+    decoder = graph_decoder(exact_rows=exact_rows, capacity=2048)
     assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
     assert isinstance(decoder.engine, GraphEngine)
     assert any(key[-1] for key in decoder.engine._graphs) == (exact_rows == 0)
@@ -167,7 +167,7 @@ def _decoder() -> Decoder:
 
 @functools.cache
 def _on_fixed_rows() -> Decoder:
-    return graph_decoder(capacity=32)
+    return graph_decoder(capacity=1024)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Phi3"])

@@ -307,7 +307,7 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
 def test_threads_may_share_a_decoder(fixed: bool) -> None:
     decoder = Decoder(tiny("Mistral"))
     if fixed:
-        decoder.engine = GraphEngine(HFModel(tiny("Mistral")), compiled=False, capacity=128)
+        decoder.engine = GraphEngine(HFModel(tiny("Mistral")), compiled=False, capacity=4096)
     prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7], [5] * 40, [6, 7, 6, 7, 6]]
     options: dict[str, Any] = {"max_new_tokens": 20}
     expected = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import pytest
@@ -140,25 +139,6 @@ def test_a_forward_without_a_graph_waits_for_no_compiler_and_plans_no_attention(
     assert not [name for name in kernels if name in ("product", "gated", "gate") or "cudnn" in name]
     assert torch.backends.cuda.cudnn_sdp_enabled() == used
     assert model.norm == "norm"  # what such a forward shows
-
-
-@pytest.mark.parametrize("exact_rows", [0, 8])
-def test_a_step_that_was_begun_ahead_is_the_same_step(exact_rows: int) -> None:
-    model = HFModel(small_llama(torch.bfloat16))
-    ahead, steady = (GraphEngine(model, compiled=False, exact_rows=exact_rows) for _ in range(2))
-    prompt = list(range(9, 1020))  # the text outgrows the first graph's span on the way
-    with ahead.pool.sequence(prompt) as first, steady.pool.sequence(prompt) as second:
-        first.runs_on = True
-        for step in range(40):
-            draft = chain(first.tokens[-1], (), "")
-            found, expected = ahead.score(first, draft), steady.score(second, draft)
-            time.sleep(0.005 * (step % 3 == 0))  # the step ahead is done, or not
-            assert torch.equal(found.logits, expected.logits)
-            assert torch.equal(found.hidden, expected.hidden)
-            assert found.best == expected.best
-            verdict = Verdict((0,), (7 if step % 10 == 9 else found.best[0],))
-            ahead.pool.keep(first, draft, verdict)
-            steady.pool.keep(second, draft, verdict)
 
 
 METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=3, ngram=3, guesses=4))

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from outpace import Autoregressive, Decoder, Jacobi, Lookahead, OutpaceWarning, PromptLookup, Sampling
-from outpace.draft import Draft, Verdict, chain
+from outpace.draft import Draft, chain
 from outpace.errors import InputError, UnknownNameError, UnsupportedModel
 from outpace.models.adapter import FixedRows
 from outpace.models.hf import HFModel
@@ -29,8 +29,9 @@ BY_LISTS = [name for name in ARCHITECTURES if name not in ("GPTJ", "GptOss", "Fa
 PROMPT = [5, 9, 5, 9, 7, 3] * 4
 
 
-def decoder_on(engine: GraphEngine, model: Any) -> Decoder:
+def decoder_on(engine: GraphEngine, model: Any, whole_steps: bool = True) -> Decoder:
     decoder = Decoder(model)
+    engine.whole_steps = whole_steps
     decoder.engine = engine
     return decoder
 
@@ -42,7 +43,7 @@ def test_fixed_rows_write_plain_decodings_text(name: str, exact_rows: int) -> No
     model = tiny(name)
     adapted = HFModel(model)
     assert adapted.lists
-    decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=16), model)
+    decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=512), model)
     for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=3)):
         expected = Decoder(model).generate(PROMPT, method=Autoregressive(), sampling=sampling, max_new_tokens=20)
         for method in (Autoregressive(), *METHODS):
@@ -68,70 +69,6 @@ def test_sequences_take_turns() -> None:
         for text, stream in zip(texts, (first, second), strict=True):
             text += getattr(next(stream, None), "tokens", ())
     assert texts == [alone, alone]
-
-
-@pytest.mark.parametrize("exact_rows", [0, 8])
-def test_plain_greedy_decoding_is_one_step_ahead(exact_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, launched = tiny("Llama"), list[int]()
-    launch = graphs._Graph.launch
-    monkeypatch.setattr(graphs._Graph, "launch", lambda self, *args: (launched.append(1), launch(self, *args)))
-    decoder = decoder_on(GraphEngine(HFModel(model), compiled=False, exact_rows=exact_rows), model)
-    cases = {
-        "greedy": (Sampling(), Autoregressive(), 12),
-        "sampled": (Sampling(temperature=0.8), Autoregressive(), 11),
-        "biased": (Sampling(logit_bias={7: 0.5}), Autoregressive(), 11),
-        "no guesses": (Sampling(), Jacobi(window=0), 12),
-    }
-    for name, (sampling, method, steps) in cases.items():
-        launched.clear()
-        decoder.generate(PROMPT[:1], method=method, sampling=sampling, max_new_tokens=11)
-        assert (name, len(launched)) == (name, steps)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, VOCABULARY - 1)), max_size=12), st.sampled_from([0, 8]))
-def test_what_was_begun_ahead_counts_only_where_it_is_what_is_asked_for(
-    choices: list[tuple[bool, int]], exact_rows: int
-) -> None:
-    model = HFModel(tiny("Llama"))
-    ahead, steady = (GraphEngine(model, compiled=False, exact_rows=exact_rows, capacity=16) for _ in range(2))
-    with ahead.pool.sequence(PROMPT) as first, steady.pool.sequence(PROMPT) as second:
-        first.runs_on = True
-        for best, other in choices:
-            draft = chain(first.tokens[-1], (), "")
-            found, expected = ahead.score(first, draft), steady.score(second, draft)
-            assert torch.equal(found.logits, expected.logits)
-            assert torch.equal(found.hidden, expected.hidden)
-            assert found.best == expected.best
-            verdict = Verdict((0,), (found.best[0] if best else other,))
-            ahead.pool.keep(first, draft, verdict)
-            steady.pool.keep(second, draft, verdict)
-
-
-def test_texts_that_take_turns_are_not_begun_ahead() -> None:
-    model = tiny("Llama")
-    decoder = decoder_on(GraphEngine(HFModel(model), compiled=False), model)
-    expected = Decoder(model).generate(PROMPT, method=Autoregressive(), max_new_tokens=12).token_ids
-    streams = [decoder.stream(PROMPT, method=Autoregressive(), max_new_tokens=12) for _ in range(2)]
-    texts: list[list[int]] = [[], []]
-    for _ in range(12):
-        for text, stream in zip(texts, streams, strict=True):
-            text += next(stream).tokens
-            assert isinstance(decoder.engine, GraphEngine)
-            assert (decoder.engine._running is not None) == (texts[1] == [])
-    assert texts == [expected, expected]
-
-
-def test_nothing_is_begun_beyond_the_context() -> None:
-    model = HFModel(tiny("GPT2"))
-    engine = GraphEngine(model, compiled=False)
-    for short in (1, 0):
-        with engine.pool.sequence([3] * (model.context - short)) as sequence:
-            sequence.runs_on = True
-            engine.score(sequence, chain(3, (), ""))  # reads the text
-            engine.pool.free(sequence.drafted)
-            engine.score(sequence, chain(3, (), ""))
-            assert (engine._running is not None) == bool(short)
 
 
 @given(st.data())
@@ -318,7 +255,7 @@ def test_a_model_that_cannot_be_captured_runs_without(monkeypatch: pytest.Monkey
     monkeypatch.setattr(graphs._Graph, "capture", fail)
     model = tiny("Llama")
     adapted = HFModel(model)
-    decoder = decoder_on(GraphEngine(adapted), model)
+    decoder = decoder_on(GraphEngine(adapted), model, whole_steps=False)
     with pytest.warns(OutpaceWarning) as warned:
         text = decoder.generate(PROMPT, method=Lookahead(), max_new_tokens=12).token_ids
     ours = [str(warning.message) for warning in warned if warning.category is OutpaceWarning]
@@ -340,7 +277,11 @@ def test_without_memory_for_large_graphs_small_ones_are_left(monkeypatch: pytest
     model = tiny("Llama")
     engine = GraphEngine(HFModel(model), compiled=False)
     with pytest.warns(OutpaceWarning, match=r"No memory for a graph of \d+ rows over 1024 tokens; 1 of 1024 MiB"):
-        text = decoder_on(engine, model).generate(PROMPT, method=Lookahead(), max_new_tokens=12).token_ids
+        text = (
+            decoder_on(engine, model, whole_steps=False)
+            .generate(PROMPT, method=Lookahead(), max_new_tokens=12)
+            .token_ids
+        )
     assert engine.sizes == [2, 8, 16, 32]  # 64 was tried, so what is larger is not
     assert text == Decoder(model).generate(PROMPT, max_new_tokens=12).token_ids
     assert all(0 <= token < VOCABULARY for token in text)

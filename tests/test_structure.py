@@ -17,6 +17,8 @@ LEVELS = [
     ["errors", "draft"],
     ["files"],
     ["picking", "pool", "report"],
+    ["step"],
+    ["sources"],
     ["verifying"],
     ["models"],
     ["runtime"],

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 from .draft import MODEL, Draft, Step, Verdict
 from .errors import InvalidLogits
-from .methods.base import Method
+from .methods.base import Drafter, Method
 from .picking import Picker, Sampling
+from .pool import Sequence as Owner
 from .runtime.plain import Engine, Turn, Work
 from .verifying import verify
 
@@ -65,6 +66,21 @@ def write(
     that begins alike.
     """
     picker = Picker(sampling, len(prompt))
+    engine = engine.for_one_text(picker)
+    share = share and engine.most_texts > 1 and method.shares
+    program = engine.program_for(method, sampling)
+
+    with engine.pool.sequence(prompt, share) as sequence:
+        lane = None if program is None else program.reserve(sequence, limit)
+        if lane is not None:
+            yield from _by_program(engine, program, lane, sequence, sampling, stop)
+            return
+        with method.start(engine, sequence, picker) as drafter:
+            yield from _by_drafter(engine, drafter, sequence, picker, stop)
+
+
+def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop) -> Text:
+    """The loop where the host stands between the verbs of a step."""
     finish: str | None = None
     written = 0
 
@@ -74,39 +90,33 @@ def write(
         finish = stop(token)
         return finish is not None
 
-    engine = engine.for_one_text(picker)
-    share = share and engine.most_texts > 1 and method.shares
-    program = engine.program_for(method, sampling)
-    if program is not None and program.has_room(len(prompt), limit):
-        with engine.pool.sequence(prompt, share) as sequence:
-            yield from _by_program(engine, program, sequence, sampling, stop, limit)
-        return
-
-    with engine.pool.sequence(prompt, share) as sequence, method.start(engine, sequence, picker) as drafter:
-        while finish is None:
-            clock = _Clock()
-            try:
-                draft = yield from drafter.drafting(engine.model.room(sequence.position))
-                clock.lap("draft")
-                scores = yield from drafter.score(draft)
-                clock.lap("score")
-                verdict = verify(draft, scores, picker, sequence.tokens, finished)
-            except InvalidLogits as error:
-                raise InvalidLogits(f"at new token {written + 1}: {error}.") from error
-            engine.pool.keep(sequence, draft, verdict)
-            clock.lap("verify")
-            drafter.learn(draft, scores, verdict)
-            clock.lap("learn")
-            yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
+    while finish is None:
+        clock = _Clock()
+        try:
+            draft = yield from drafter.drafting(engine.model.room(sequence.position))
+            clock.lap("draft")
+            scores = yield from drafter.score(draft)
+            clock.lap("score")
+            verdict = verify(draft, scores, picker, sequence.tokens, finished)
+        except InvalidLogits as error:
+            raise InvalidLogits(f"at new token {written + 1}: {error}.") from error
+        engine.pool.keep(sequence, draft, verdict)
+        clock.lap("verify")
+        drafter.learn(draft, scores, verdict)
+        clock.lap("learn")
+        yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
 
 
-def _by_program(engine: Engine, program: Any, sequence: Any, sampling: Sampling, stop: Stop, limit: int | None) -> Text:
+def _by_program(engine: Engine, program: Any, lane: int, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
     """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
-    seen: list[Any] = []
-    yield from engine.read(sequence, program.sees(seen))
-    lane = program.open(sequence, sampling, limit, seen)
     written, finish = 0, None
+    seen: list[Any] = []
     try:
+        try:
+            yield from engine.read(sequence, program.sees(seen))
+        except InvalidLogits as error:
+            raise InvalidLogits(f"at new token 1: {error}.") from error
+        program.open(lane, sequence, sampling, seen)
         while finish is None:
             clock = _Clock()
             stepped = None
@@ -120,6 +130,8 @@ def _by_program(engine: Engine, program: Any, sequence: Any, sampling: Sampling,
                 if finish is not None:
                     break
             written += count
+            if finish is None and len(sequence.tokens) + written == program.limit(lane):
+                finish = "length"  # the end of the context: the text rests
             if finish is None and stepped.fault:
                 raise InvalidLogits(
                     f"at new token {written + 1}: the model's logits contain NaN, or every token is ruled out."

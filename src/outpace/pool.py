@@ -139,6 +139,7 @@ class Sequence:
     tokens: list[int]
     slots: list[int] = field(default_factory=list)  # slots[i] holds tokens[i]
     drafted: list[int] = field(default_factory=list)  # slots of rows that await the verdict
+    reserved: list[int] = field(default_factory=list)  # taken for text to come
     share: tuple[int, ...] | None = None  # the rows of the draft that are among them, if not all
     stable: int = 0  # so many first slots have not changed since a runtime set this
     asked: int = 0  # so many last slots wait to be computed
@@ -194,12 +195,12 @@ class Pool:
         try:
             yield sequence
         except InvalidLogits:
-            self.wipe([slot for slot in sequence.slots + sequence.drafted if self._owners[slot] == 1])
+            self.wipe([slot for slot in _taken(sequence) if self._owners[slot] == 1])
             raise
         finally:
             self._living = [other for other in self._living if other is not sequence]
-            self.free(sequence.slots + sequence.drafted)
-            sequence.slots, sequence.drafted = [], []
+            self.free(_taken(sequence))
+            sequence.slots, sequence.drafted, sequence.reserved = [], [], []
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` slots, the lowest free ones."""
@@ -262,7 +263,8 @@ class Pool:
     def place_text(self, sequence: Sequence, count: int) -> Rows:
         """Give slots to the next `count` tokens that are not computed yet. They need no verdict."""
         start, stop = len(sequence.slots), len(sequence.slots) + count
-        slots = self.allocate(count)
+        slots, sequence.reserved = sequence.reserved[:count], sequence.reserved[count:]
+        slots += self.allocate(count - len(slots))
         among = np.tri(count, dtype=np.bool_)
         rows = self._rows(sequence.slots, sequence.tokens[start:stop], range(start, stop), slots, among)
         sequence.slots.extend(slots)
@@ -357,6 +359,11 @@ def common(one: Items[int], other: Items[int]) -> int:
 def _computed(sequence: Sequence) -> list[int]:
     """The tokens of the sequence whose slots are computed."""
     return sequence.tokens[: len(sequence.slots) - sequence.asked]
+
+
+def _taken(sequence: Sequence) -> list[int]:
+    """All slots of the sequence."""
+    return sequence.slots + sequence.drafted + sequence.reserved
 
 
 def _storage(like: torch.Tensor, capacity: int) -> torch.Tensor:

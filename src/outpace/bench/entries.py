@@ -96,9 +96,10 @@ class Ours:
         options: dict[str, Any] = {"sampling": task.sampling, "max_new_tokens": task.max_new_tokens}
         engine, result = self._decoder.engine, self._decoder.begin(task.prompt, self._method)
         steps, times = list[Step](), list[float]()
-        ending = Ending(min(task.max_new_tokens, engine.model.context - len(task.prompt)), self._decoder.ends)
+        limit = min(task.max_new_tokens, engine.model.context - len(task.prompt))
+        ending = Ending(limit, self._decoder.ends)
         sampling = self._decoder.sampling_for(task.sampling, task.prompt, task.max_new_tokens)
-        for step in result.follow(decode(engine, self._method, task.prompt, sampling, ending)):
+        for step in result.follow(decode(engine, self._method, task.prompt, sampling, ending, limit)):
             steps.append(step)
             times.append(result.seconds)
         if engine.pool.device.type == "cuda":

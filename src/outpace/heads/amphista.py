@@ -188,15 +188,14 @@ class _Listed(Memory):
     """The same for rows in fixed places, by slot lists."""
 
     def __init__(self, pool: Pool, layer: int, rows: FixedRows) -> None:
-        self.stored = pool.stored(layer)
-        self.rows = rows
+        self.pool, self.layer, self.rows = pool, layer, rows
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        assert self.stored is not None, "the first rows of a text are read by a Follower, which makes the storage"
-        for place, states in zip(self.stored, (keys, values), strict=True):
+        stored = self.pool.stored(self.layer) or self.pool.store(self.layer, keys, values)
+        for place, states in zip(stored, (keys, values), strict=True):
             place.index_copy_(2, self.rows.slots, states)
         mixed: torch.Tensor = torch.ops.outpace.slot_attention(
-            query, *self.stored, *self.rows.lists, query.shape[-1] ** -0.5, 0.0
+            query, *stored, *self.rows.lists, query.shape[-1] ** -0.5, 0.0
         )
         return mixed
 

@@ -26,7 +26,7 @@ from ..pool import Numbers, Pool
 from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
-from ..sources.heads import HeadGuesses, likely_paths
+from ..sources.heads import HeadGuesses, likely_paths, make_places
 from ..sources.history import PLACES
 from ..sources.history import History as Repeated
 from .base import Drafter, Method, prices_of
@@ -163,6 +163,7 @@ class Headed(Method):
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if paths and not idle:
+                make_places(heads, shared, device)
                 found.append(HeadGuesses(heads, shared, paths, lanes, device, self.coupled, worths, compiled))
             if repeated:
                 found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))

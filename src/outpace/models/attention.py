@@ -150,7 +150,11 @@ def _dense(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-    mixed = weights @ values.repeat_interleave(groups, 1).to(exactly)
+    # What a row does not see has no part in it, be it NaN.
+    held = values.repeat_interleave(groups, 1).to(exactly)
+    whole = held.isfinite().all(-1)[:, :, None]  # [1, heads, 1, slots]
+    mixed = weights @ held.masked_fill(~held.isfinite(), 0.0)
+    mixed = mixed.masked_fill((sees & ~whole).any(-1, keepdim=True), float("nan"))
     return mixed.to(query.dtype).transpose(1, 2).contiguous()
 
 

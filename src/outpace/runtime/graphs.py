@@ -36,8 +36,8 @@ from .plain import Engine, HeadFunction, Question, Work, answered, joined
 from .program import LANES, Program
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
-READING = 256  # rows of text at a time, in exact mode
-LARGE = (512, 1024)  # rows of text in further graphs, where nothing but text is read
+READING = 256  # rows of one text at a time
+LARGE = (512, 1024)  # further sizes of graphs that read several texts together
 RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 FIRST_SPAN = 1024
 PRIME = 11
@@ -72,7 +72,8 @@ class GraphEngine(Engine):
         self._eager: set[Hashable] = set()  # whose heads cannot be captured
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
         # On the device: lists of slots, and whose they are.
-        self._texts = torch.zeros(LINES, self.pool.capacity, dtype=torch.long, device=self.pool.device)
+        longest = min(self.pool.capacity, model.context)
+        self._texts = torch.zeros(LINES, longest, dtype=torch.long, device=self.pool.device)
         self._readers: list[Sequence | None] = [None] * LINES
         self._programs: list[tuple[Any, Program]] = []  # by method, the newest last
         self._read = False  # whether any text was read
@@ -118,6 +119,7 @@ class GraphEngine(Engine):
         """A step of a program, captured; None, and a warning, where there is no memory for it or it cannot be."""
         packed = texts if texts > 1 else 0
         try:
+            self._make_storage()
             if self._compile and bool(packed) not in self._prepared:
                 self._prepare(size, span, (0, self.model.layers), packed)
             step = make()
@@ -148,7 +150,7 @@ class GraphEngine(Engine):
         return None
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
-        return self.most_rows, RIDERS if sequence.slots else 0
+        return READING, RIDERS if sequence.slots else 0
 
     def climb(
         self,
@@ -161,7 +163,7 @@ class GraphEngine(Engine):
         question: Question | None = None,
     ) -> Output:
         """Logits are there when the last layer has run."""
-        self._make_storage(rows)
+        self._make_storage()
         self._update_texts([(sequence, rows)], [0])
         whole = start == 0 and stop is None
         if self.exact:
@@ -175,13 +177,17 @@ class GraphEngine(Engine):
         return graph.share(len(rows), logits)
 
     def run(self, works: Items[Work]) -> list[Output | InvalidLogits]:
-        return [*self._run(works)]  # by lists, no text sees anything of another's, be it NaN
-
-    def _run(self, works: Items[Work]) -> list[Output]:
         if len(works) == 1:
             return [works[0].do()]
+        outputs = self._run_packed(works)
+        if outputs is None:  # with a dense mask, then
+            return super().run(works)
+        return [*outputs]  # by lists, no text sees anything of another's, be it NaN
+
+    def _run_packed(self, works: Items[Work]) -> list[Output] | None:
+        """By a graph; None where there is none."""
         start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
-        self._make_storage(parts[0])
+        self._make_storage()
         lines = self._lines_for([work.sequence for work in works])
         self._update_texts([(work.sequence, work.rows) for work in works], lines)
         graph = None
@@ -190,7 +196,7 @@ class GraphEngine(Engine):
             graph = self._launch(parts, lines, (start, stop), joined(works), None, reads)
         self._read = True
         if graph is None:
-            return super()._run(works)
+            return None
         found = None if reads else graph.found.cpu()  # one transfer for all
         outputs, first = [], 0
         for work in works:
@@ -331,20 +337,22 @@ class GraphEngine(Engine):
             self._head_steps[key] = step
         return step
 
-    def _make_storage(self, rows: Rows) -> None:
+    def _make_storage(self) -> None:
+        """The first forward makes the pool's storage, and is not compiled."""
         if self.pool.stored(0) is None:
-            self.model.forward(self.pool, rows, logits=0)
+            with self.pool.sequence([0, 0]) as text:
+                self.model.forward(self.pool, self.pool.place(text, chain(0, (), "")), logits=0)
 
     def _update_texts(self, texts: list[tuple[Sequence, Rows]], lines: list[int]) -> None:
         """Bring the lists of the texts' slots up to date on the device."""
-        capacity = self.pool.capacity
+        width = self._texts.shape[1]
         places, slots = list[int](), list[int]()
         for (sequence, rows), line in zip(texts, lines, strict=True):
             start = sequence.stable if self._readers[line] is sequence else 0
             if self._readers[line] is not sequence:  # it may have another line, which is not kept up to date any more
                 self._readers = [None if reader is sequence else reader for reader in self._readers]
                 self._readers[line] = sequence
-            places += range(line * capacity + start, line * capacity + len(rows.text))
+            places += range(line * width + start, line * width + len(rows.text))
             slots += rows.text[start:]
             sequence.stable = max(start, len(rows.text))
         if len(slots) == 1:  # without waiting for the device

@@ -6,6 +6,7 @@ launches it one step ahead, and reads what came of the step before.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,9 +62,11 @@ class Program:
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
-        # In exact mode a forward has rows of one text alone.
+        # In exact mode texts take turns: one is here, and the host writes the others.
         self._texts: list[Sequence | None] = [None] * (1 if engine.exact else LANES)
         self._limits: list[int] = [0] * LANES  # the length that each text may grow to
+        self._reserved: set[int] = set()  # lanes for texts that are being read
+        self._steps: list[deque[Stepped]] = [deque() for _ in range(LANES)]  # that were read, and nobody asked for yet
         self._graphs: dict[tuple[int, int, frozenset[str]], _Whole | None] = {}
         self._flying: list[_Flight] = []  # launched, and not read yet
 
@@ -84,12 +87,10 @@ class Program:
             size *= 2
         return size
 
-    def has_room(self, prompt: int, more: int | None) -> bool:
-        """Whether one more text can be opened, that may grow by so many tokens. What it needs is captured now."""
-        if None not in self._texts:
-            return False
-        lane = self._texts.index(None)
-        return self._graph(_group(lane), self._span(self._limit(prompt, more)), frozenset()) is not None
+    def _free(self) -> int | None:
+        """The first lane that nobody has."""
+        lanes = (lane for lane, text in enumerate(self._texts) if text is None and lane not in self._reserved)
+        return next(lanes, None)
 
     def _limit(self, prompt: int, more: int | None) -> int:
         """The length that a text may grow to."""
@@ -105,52 +106,74 @@ class Program:
         reads = any(isinstance(source, Reading) for source in self.sources)
         return (lambda hidden: seen.append(hidden.clone())) if reads else None
 
-    def open(self, sequence: Sequence, sampling: Sampling, more: int | None, seen: list[torch.Tensor]) -> int:
-        """Take over a text whose tokens but the last are computed; its lane.
+    def reserve(self, sequence: Sequence, more: int | None) -> int | None:
+        """A lane for a text that nothing is computed of yet, and slots for all that it may become.
 
-        It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. `seen` has
-        the hidden states of what is computed, if a source reads them.
+        It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. None where
+        no lane is free, or there is no graph for so many.
         """
+        lane = self._free()
+        if lane is None:
+            return None
         limit = self._limit(len(sequence.tokens), more)
-        lane = self._texts.index(None)
-        self._texts[lane] = sequence
+        behind = len(sequence.tokens) - 1 - len(sequence.slots)
+        grown = max(limit - len(sequence.tokens), 0)
+        sequence.reserved = self.engine.pool.allocate(behind + grown + self.margin)
+        if self._graph(_group(lane), self._span(limit), frozenset()) is None:  # not in the midst of a text
+            self.engine.pool.free(sequence.reserved)
+            sequence.reserved = []
+            return None
+        self._reserved.add(lane)
         self._limits[lane] = limit
-        pool = self.engine.pool
-        more = max(limit - len(sequence.tokens), 0) + self.margin
-        sequence.drafted = pool.allocate(more)
+        return lane
+
+    def open(self, lane: int, sequence: Sequence, sampling: Sampling, seen: list[torch.Tensor]) -> None:
+        """Take over a text whose tokens but the last are computed, in the lane that was reserved for it.
+
+        `seen` has the hidden states of what is computed, if a source reads them.
+        """
+        self._reserved.discard(lane)
+        self._texts[lane] = sequence
         with torch.inference_mode():
             Lanes.open(self.lanes, lane, sequence.tokens, sampling.seed)
-            self.lanes.place(lane, [*sequence.slots, *sequence.drafted], limit)
+            self.lanes.place(lane, [*sequence.slots, *sequence.reserved], self._limits[lane])
             self.choices.open(lane, sampling, sequence.tokens)
             for source in self.sources:
                 source.open(lane, sequence.tokens, sampling.seed)
                 if isinstance(source, Reading):
                     source.begin(lane, seen, sequence, sampling)
-        return lane
 
     def close(self, lane: int) -> None:
         """The text has ended. Whatever is still computed for it goes nowhere that matters."""
         self._texts[lane] = None
+        self._reserved.discard(lane)
+        self._steps[lane].clear()
         self.choices.close(lane)
         with torch.inference_mode():
             self.lanes.limits[lane] = 0
 
+    def limit(self, lane: int) -> int:
+        """The length at which the text of a lane rests."""
+        return self._limits[lane]
+
     def turn(self, lanes: Items[int]) -> list[Stepped | None]:
         """The next step of each lane; None where it is not there yet: ask again. The one after it is begun."""
-        asked = {lane: self._texts[lane] for lane in lanes}
+        while not any(self._steps[lane] for lane in lanes):
+            self._read()
+        return [self._steps[lane].popleft() if self._steps[lane] else None for lane in lanes]
+
+    def _read(self) -> None:
+        """Read the oldest step of all lanes. Whoever did not ask for his yet will."""
         flight = self._flying.pop(0) if self._flying else self._launch()
-        if not any(flight.texts.get(lane) is text for lane, text in asked.items()):
-            flight = self._launch()  # all of that was for others, who are gone
         if not self._flying:
             self._flying.append(self._launch())
         numbers = flight.read()
-        found: list[Stepped | None] = []
-        for lane, text in asked.items():
-            if flight.texts.get(lane) is not text:
-                found.append(None)
+        for lane, text in flight.texts.items():
+            if self._texts[lane] is not text:  # it is gone
                 continue
-            found.append(self._unpack(numbers[lane], flight.size))
-        return found
+            stepped = self._unpack(numbers[lane], flight.size)
+            if stepped.tokens or stepped.fault:
+                self._steps[lane].append(stepped)
 
     def _launch(self) -> _Flight:
         texts = {lane: text for lane, text in enumerate(self._texts) if text is not None}

@@ -13,7 +13,7 @@ from ..picking import NOISED, Sampling, likeliest
 from ..step import fused
 from ..step.choosing import Choices, gumbel, needs_of
 from ..step.nodes import NEVER, Nodes, mix
-from ..step.texts import Texts
+from ..step.texts import Texts, signed
 from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
@@ -56,12 +56,6 @@ class HeadGuesses(Reading):
         self._within = torch.arange(count, device=device) < self._depths[:, None]
         # Compiled where a graph is captured of it: fewer and larger kernels.
         self._fixed = torch.compile(heads.fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
-        # The heads' own keys and values have places before a graph is captured.
-        _, pool, _ = shared
-        with pool.sequence([0, 0]) as text, torch.inference_mode():
-            text.slots = pool.allocate(1)
-            state = next(heads.parameters()).new_zeros(1, heads.shape.width)
-            heads.follow(*shared).feed(state, torch.zeros(1, dtype=torch.long, device=device), text)
         self._worths = None if worths is None else torch.tensor(worths, device=device)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
@@ -75,7 +69,7 @@ class HeadGuesses(Reading):
         follower.feed(states, torch.tensor(sequence.tokens[-len(states) :], device=states.device), sequence)
         logits = follower.guesses()
         texts = Texts(1, 1, states.device)
-        texts.lengths[:], texts.seeds[:] = len(sequence.tokens), sampling.seed
+        texts.lengths[:], texts.seeds[:] = len(sequence.tokens), signed(sampling.seed)
         choices = Choices(1, logits.shape[-1], states.device)
         choices.open(0, sampling, ())
         self._take(slice(lane, lane + 1), logits[:, None], texts, choices, needs_of(sampling))
@@ -136,6 +130,15 @@ class HeadGuesses(Reading):
         depths = self._depths.expand(lanes, -1)
         newest = tokens.gather(2, depths[..., None] - 1)[..., 0]
         return [Nodes(newest, depths, hashes, chances, self.first + depths - 1)]
+
+
+def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) -> None:
+    """Give the heads' own keys and values their places in the pool, before a graph is captured."""
+    _, pool, _ = shared
+    with pool.sequence([0, 0]) as text, torch.inference_mode():
+        text.slots = pool.allocate(1)
+        state = next(heads.parameters()).new_zeros(1, heads.shape.width)
+        heads.follow(*shared).feed(state, torch.zeros(1, dtype=torch.long, device=device), text)
 
 
 def likely_paths(count: int, top: int, most: int) -> list[Ranks]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from ..step.nodes import mix
+
 NONE = -1  # in place of a token
 SIZE = 4096  # runs that a lane remembers
 
@@ -15,19 +17,20 @@ class Ngrams:
     >>> memory = Ngrams(1, 3, torch.device("cpu"))
     >>> memory.add(torch.tensor([[[7, 1, 1], [7, 2, 2], [5, 3, 3], [7, 1, 1]]]))
     >>> memory.after(torch.tensor([[[4, 7]]]), 3)[0].tolist()
-    [[[[1, 1, -1], [2, 2, -1], [-1, -1, -1]]]]
+    [[[[1, 1], [2, 2], [-1, -1]]]]
     """
 
     def __init__(self, lanes: int, width: int, device: torch.device, size: int = SIZE) -> None:
         """For n-grams of up to `width` tokens."""
         self.size = size
         self._runs = torch.full((lanes, size + 1, width), NONE, device=device)  # the last is for what is no n-gram
+        self._names = torch.zeros(lanes, size + 1, dtype=torch.long, device=device)  # hashes of the runs
         self._count = torch.zeros(lanes, dtype=torch.long, device=device)  # that were ever added
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[lanes, size + 1, width] the n-grams, NONE beyond each, and [lanes] how many were ever added."""
-        return self._runs, self._count
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[lanes, size + 1, width] the n-grams, their names (0: none), and [lanes] how many were ever added."""
+        return self._runs, self._names, self._count
 
     def clear(self, lane: int) -> None:
         """Forget all."""
@@ -37,15 +40,22 @@ class Ngrams:
     def add(self, ngrams: torch.Tensor, lane: int | None = None) -> None:
         """Remember n-grams [lanes, count, up to width], the newest last. Those that begin with NONE are none.
 
+        One that is there already is forgotten, and is the newest now.
         With `lane`, those of this lane alone [1, count, width].
         """
         ngrams = F.pad(ngrams[:, -self.size :], (0, self._runs.shape[2] - ngrams.shape[2]), value=NONE)
         lanes = slice(len(ngrams)) if lane is None else slice(lane, lane + 1)
-        runs, count = self._runs[lanes], self._count[lanes]
+        runs, known, count = self._runs[lanes], self._names[lanes], self._count[lanes]
         real = ngrams[..., 0] != NONE
+        names = mix(ngrams, torch.arange(ngrams.shape[2], device=ngrams.device)).sum(2)
+        later = ((names[:, :, None] == names[:, None, :]) & real[:, None, :]).triu(1)
+        real &= ~later.any(2)
+        again = ((known[:, :, None] == names[:, None, :]) & real[:, None, :]).any(2)
+        runs.masked_fill_(again[..., None], NONE)
         place = (count[:, None] + real.cumsum(1) - 1) % self.size
         place = torch.where(real, place, self.size)
         runs.scatter_(1, place[..., None].expand_as(ngrams), ngrams)
+        known.scatter_(1, place, names)
         count += real.sum(1)
 
     def after(self, ends: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +73,8 @@ class Ngrams:
             keys = torch.where(same & (runs[..., key] != NONE), key, keys)
         place = torch.arange(self.size, device=ends.device)
         age = (self._count[:lanes, None] - 1 - place) % self.size  # [lanes, size]
-        wanted = min(4 * most, self.size) if most > 1 else 1
+        # The same run may have been found by keys of different lengths.
+        wanted = min(most * min(longest, width - 1), self.size) if most > 1 else 1
         score, where = (keys * self.size + (self.size - 1 - age)[:, None] * (keys > 0)).topk(wanted, 2)
         keys = score // self.size  # [lanes, ends, wanted]
         found = (

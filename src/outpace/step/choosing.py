@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..draft import find_best
+from ..errors import InputError
 from ..picking import Sampling, mixed
 from .nodes import Rows
 from .texts import Texts, signed
@@ -40,6 +41,9 @@ class Choices:
 
     def open(self, lane: int, sampling: Sampling, tokens: Sequence[int]) -> None:
         """A text begins in a lane."""
+        for token in sampling.logit_bias:
+            if not 0 <= token < self.vocabulary:
+                raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {self.vocabulary - 1}.")
         needs = needs_of(sampling)
         self._needs[lane] = needs
         self.temperature[lane] = sampling.temperature
@@ -57,9 +61,8 @@ class Choices:
             for part in (self.bias, self.seen, self.answered):
                 part[lane].zero_()
             counts = Counter(tokens)
-            self.seen[lane, torch.tensor([*counts])] = torch.tensor([*counts.values()], dtype=torch.float32).to(
-                self.seen.device
-            )
+            often = torch.tensor([*counts.values()], dtype=torch.float32).to(self.seen.device)
+            self.seen[lane, torch.tensor([*counts], dtype=torch.long)] = often
             for token, bias in sampling.logit_bias.items():
                 self.bias[lane, token] = bias
 

@@ -15,7 +15,6 @@ from .lanes import Lanes
 from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows, whole
 from .walking import Walk
 
-INTERPRET = False  # for tests without a GPU: run the kernels in Triton's interpreter
 PART = 4096  # logits that one program looks through
 FEW = 32  # so many of the likeliest are found by kernels of ours
 BLOCK = 32  # nodes that all nodes are compared with at a time
@@ -23,7 +22,7 @@ BLOCK = 32  # nodes that all nodes are compared with at a time
 
 def usable(device: torch.device) -> bool:
     """Whether the kernels run there."""
-    return (device.type == "cuda" and _has_triton()) or INTERPRET
+    return device.type == "cuda" and _has_triton()
 
 
 @cache
@@ -74,6 +73,7 @@ def plant(
     packed = rows(words)
     marks = _marks(tuple((offer.tokens.shape[1], offer.probe, offer.accepted) for offer in offers), device)
     keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
+    flags = torch.empty(group, max(padded, 1), dtype=torch.int32, device=device)
     numbers = torch.empty(group, 2 * size, dtype=torch.long, device=device)
     kernels.plant[(group,)](
         *(tokens, depths, paths, chances, sources, marks),
@@ -81,7 +81,7 @@ def plant(
         *(found.tokens, found.parents, found.depths, found.sees, packed, found.valid, found.accepted),
         *(found.sources, found.hashes),
         *(fixed.tokens, fixed.positions, fixed.slots, fixed.lists.tree, fixed.lists.tree.stride(0)),
-        *(fixed.lists.length, scratch, keys, numbers),
+        *(fixed.lists.length, scratch, keys, flags, numbers),
         *(keys if prices is None else prices, nodes, most, count, math.log(gate) if gate else NEVER),
         NODES=padded,
         ROWS=size,
@@ -237,6 +237,7 @@ def comb(window: torch.Tensor, filled: torch.Tensor, drafted: torch.Tensor, room
 def ngrams(
     texts: Any,
     runs: torch.Tensor,
+    names: torch.Tensor,
     counts: torch.Tensor,
     filled: torch.Tensor,
     trusts: torch.Tensor,
@@ -267,8 +268,6 @@ def ngrams(
         *(texts.tokens, texts.lengths, texts.tokens.stride(0), runs, counts, found, keys, ends),
         **sizes,
         TAIL=_power(width),
-        WANTED=4 * guesses if guesses > 1 else 1,
-        KNOWN=_power(guesses),
         num_warps=8,
     )
     tokens, chances = numbers(guesses * length), numbers(guesses * length, dtype=torch.float32)
@@ -292,6 +291,7 @@ def look(
     filled: torch.Tensor,
     drafted: torch.Tensor,
     runs: torch.Tensor,
+    names: torch.Tensor,
     counts: torch.Tensor,
     rows: Rows,
     best: torch.Tensor,
@@ -306,7 +306,7 @@ def look(
     wide = _power(columns)
     answers = torch.empty(lanes, wide, dtype=torch.long, device=window.device)
     kernels.look[(lanes,)](
-        *(window, filled, drafted.view(torch.int8), runs, counts),
+        *(window, filled, drafted.view(torch.int8), runs, names, counts),
         *(rows.tokens, rows.parents, rows.valid.view(torch.int8), rows.hashes, best, answers, count),
         COLUMNS=columns,
         WIDE=wide,

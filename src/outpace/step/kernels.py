@@ -20,21 +20,36 @@ def mix(tokens, depths):
     return mixed ^ (mixed >> 29)
 
 
+@triton.jit
+def _ranks(keys, flags, key, flag, node, nodes, NODES: tl.constexpr, BLOCK: tl.constexpr):
+    """How many nodes come before each: those with a higher flag, then a higher key, then the first. -inf is no node."""
+    rank = tl.zeros([NODES], tl.int32)
+    for begin in range(0, nodes, BLOCK):
+        other = begin + tl.arange(0, BLOCK)
+        its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))[None, :]
+        its_flag = tl.load(flags + other, mask=other < nodes, other=0)[None, :]
+        tied = (its_key == key[:, None]) & (other[None, :] < node[:, None])
+        before = (its_flag == flag[:, None]) & ((its_key > key[:, None]) | tied)
+        before = (before | (its_flag > flag[:, None])) & (its_key > float("-inf"))
+        rank += tl.sum(before.to(tl.int32), 1)
+    return rank
+
+
 @triton.jit(do_not_specialize=LANES_VARY)
 def plant(
     tokens, depths, paths, chances, sources, marks,
     text, lengths, limits, slots, text_line, context, turn,
     row_tokens, row_parents, row_depths, row_sees, row_words, row_valid, row_accepted, row_sources, row_hashes,
     fixed_tokens, fixed_positions, fixed_slots, fixed_tree, tree_line, fixed_lengths, scratch,
-    keys, numbers, prices, nodes, most, count, least,
+    keys, flags, numbers, prices, nodes, most, count, least,
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
 
     Of NODES and ROWS, powers of two, the first `nodes` and `count` are there. Paths have DEEP hashes. `least` is the
-    chance that some guess must have. `keys` [lanes, NODES] and `numbers` [lanes, 2 × ROWS] are for what threads tell
-    each other.
+    chance that some guess must have. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS] are for
+    what threads tell each other.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
@@ -55,6 +70,7 @@ def plant(
         there = node < nodes
         base = lane * nodes
         keys += lane * NODES
+        flags += lane * NODES
         room = tl.maximum(context - 1 - (length - 1), 0)
         if turn > 0:
             room = tl.where(length - 1 < turn, tl.minimum(room, tl.maximum(turn - length, 0)), room)
@@ -87,29 +103,19 @@ def plant(
             accepted |= tl.max((same & ((its_mark & 2) != 0)[None, :]).to(tl.int32), 1)
             guess |= tl.max((same & ((its_mark & 1) == 0)[None, :]).to(tl.int32), 1)
         key = tl.where(twice > 0, float("-inf"), key)
+        none = tl.zeros([NODES], tl.int32)
         tl.debug_barrier()
         tl.store(keys + node, key)
+        tl.store(flags + node, none)
         tl.debug_barrier()
-        rank = tl.zeros([NODES], tl.int32)
-        for begin in range(0, nodes, BLOCK):
-            other = begin + tl.arange(0, BLOCK)
-            its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
-            higher = its_key[None, :] > key[:, None]
-            tied = (its_key[None, :] == key[:, None]) & (other[None, :] < node[:, None])
-            rank += tl.sum((higher | tied).to(tl.int32), 1)
+        rank = _ranks(keys, flags, key, none, node, nodes, NODES, BLOCK)
         taken = (rank < most - 1) & (key > float("-inf"))
         if PROBES:  # guesses come first, and with them what is a guess and a probe
-            order = tl.where(taken, key + guess * 2 * MUST, float("-inf"))
             tl.debug_barrier()
-            tl.store(keys + node, order)
+            tl.store(keys + node, tl.where(taken, key, float("-inf")))
+            tl.store(flags + node, guess)
             tl.debug_barrier()
-            rank = tl.zeros([NODES], tl.int32)
-            for begin in range(0, nodes, BLOCK):
-                other = begin + tl.arange(0, BLOCK)
-                its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
-                higher = its_key[None, :] > order[:, None]
-                tied = (its_key[None, :] == order[:, None]) & (other[None, :] < node[:, None])
-                rank += tl.sum((higher | tied).to(tl.int32), 1)
+            rank = _ranks(keys, flags, key, guess, node, nodes, NODES, BLOCK)
         place = rank + 1
         if PRICED:
             tl.store(mine + row, tl.zeros([ROWS], tl.int64))
@@ -122,6 +128,11 @@ def plant(
             worth = (1.0 + tl.cumsum(likely_row, 0)) / price
             best = tl.min(tl.where(worth == tl.max(worth, 0), row, ROWS), 0)
             taken = taken & ((place <= best) | (key >= MUST / 2))
+            if PROBES:  # they move up to where guesses were left out
+                tl.debug_barrier()
+                tl.store(keys + node, tl.where(taken, key, float("-inf")))
+                tl.debug_barrier()
+                place = _ranks(keys, flags, key, guess, node, nodes, NODES, BLOCK) + 1
         tl.debug_barrier()
         tl.store(mine + row, tl.full([ROWS], -1, tl.int64))
         tl.debug_barrier()
@@ -410,12 +421,11 @@ def _matches(runs, entry, ends, key, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 def ngrams(
     text, lengths, text_line, runs, counts, found, keys, ends,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
-    WANTED: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """One lane: up to GUESSES different runs that followed the text's end, longest key first, then newest first.
 
-    `found` [lanes, GUESSES, WIDTH - 1] and `keys` [lanes, GUESSES] are filled with -1 and 0. TAIL and KNOWN are powers
-    of two that hold WIDTH and GUESSES. `ends` [lanes, LONGEST] gets the last tokens, -2 where there are none.
+    `found` [lanes, GUESSES, WIDTH - 1] and `keys` [lanes, GUESSES] are filled with -1 and 0. TAIL is a power of two
+    that holds WIDTH. `ends` [lanes, LONGEST] gets the last tokens, -2 where there are none.
     """
     lane = tl.program_id(0).to(tl.int64)
     runs += lane * (SIZE + 1) * WIDTH
@@ -427,7 +437,6 @@ def ngrams(
         end = tl.load(text + lane * text_line + tl.maximum(length - 1 - back, 0))
         tl.store(ends + LONGEST - 1 - back, tl.where(length - 1 - back >= 0, end, -2))
     tail = tl.arange(0, TAIL)
-    known = tl.arange(0, KNOWN)
     for guess in range(GUESSES):
         tl.store(found + guess * (WIDTH - 1) + tail, tl.full([TAIL], -1, tl.int64), mask=tail < WIDTH - 1)
         tl.store(keys + guess, 0)
@@ -439,30 +448,20 @@ def ngrams(
         key = tl.where(_matches(runs, entry, ends + LONGEST, longer, SIZE, WIDTH), longer, key)
     newness = (SIZE - 1 - (count - 1 - entry + SIZE) % SIZE).to(tl.int32)
     score = tl.where(key > 0, key * SIZE + newness, -1)
-    kept = 0
-    tried = 0
-    top = tl.max(score, 0)
-    while (kept < GUESSES) & (tried < WANTED) & (top >= 0):
-        its_key = top // SIZE
-        its_entry = (count - 1 - (SIZE - 1 - top % SIZE) + SIZE) % SIZE
-        shift = its_key + tail
-        run = tl.load(runs + its_entry * WIDTH + shift, mask=shift < WIDTH, other=-1)
-        before = tl.load(
-            found + known[:, None] * (WIDTH - 1) + tail[None, :],
-            mask=(known < kept)[:, None] & (tail < WIDTH - 1)[None, :],
-            other=-1,
-        )
-        differs = tl.max(((before != run[None, :]) & (tail < WIDTH - 1)[None, :]).to(tl.int32), 1)
-        twice = tl.max(((differs == 0) & (known < kept)).to(tl.int32), 0)
-        tl.debug_barrier()
-        if twice == 0:
-            tl.store(found + kept * (WIDTH - 1) + tail, run, mask=tail < WIDTH - 1)
-            tl.store(keys + kept, its_key)
-            kept += 1
-        tl.debug_barrier()
-        tried += 1
-        score = tl.where(score == top, -1, score)
+    for kept in range(GUESSES):
         top = tl.max(score, 0)
+        if top >= 0:
+            its_key = top // SIZE
+            its_entry = (count - 1 - (SIZE - 1 - top % SIZE) + SIZE) % SIZE
+            tl.store(keys + kept, its_key)
+            # All others with the same run are passed over.
+            same = score >= 0
+            for place in tl.static_range(WIDTH - 1):
+                token = tl.load(runs + its_entry * WIDTH + its_key + place, mask=its_key + place < WIDTH, other=-1)
+                tl.store(found + kept * (WIDTH - 1) + place, token)
+                shift = key + place
+                same = same & (tl.load(runs + entry * WIDTH + shift, mask=shift < WIDTH, other=-1) == token)
+            score = tl.where(same, -1, score)
 
 
 @triton.jit
@@ -518,18 +517,19 @@ def prolonged(
 
 @triton.jit(do_not_specialize=LANES_VARY)
 def look(
-    window, filled, drafted, runs, counts, row_tokens, row_parents, row_valid, row_hashes, best, answers, count,
+    window, filled, drafted, runs, names, counts, row_tokens, row_parents, row_valid, row_hashes, best, answers, count,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, RECYCLE: tl.constexpr,
 ):  # fmt: skip
     """One lane: what Lookahead's window and pool learn from a step.
 
     WIDE and HIGH are powers of two that hold COLUMNS and LEVELS. `answers` [lanes, WIDE] is for what threads tell each
-    other.
+    other. An n-gram that is there already is added once more; `ngrams` passes over it. New ones have no name.
     """
     lane = tl.program_id(0).to(tl.int64)
     window += lane * LEVELS * COLUMNS
     runs += lane * (SIZE + 1) * WIDTH
+    names += lane * (SIZE + 1)
     answers += lane * WIDE
     first = lane * count
     row = tl.arange(0, ROWS)
@@ -542,7 +542,9 @@ def look(
         before = tl.load(row_tokens + first + parent, mask=real, other=0)
         said = tl.load(best + first + row, mask=real, other=0)
         many = tl.sum(valid.to(tl.int32), 0)
-        place = runs + (total + many - tl.cumsum(valid.to(tl.int32), 0)) % SIZE * WIDTH
+        at = (total + many - tl.cumsum(valid.to(tl.int32), 0)) % SIZE
+        place = runs + at * WIDTH
+        tl.store(names + at, tl.zeros([ROWS], tl.int64), mask=valid)
         tl.store(place, before, mask=valid)
         tl.store(place + 1, token, mask=valid)
         tl.store(place + 2, said, mask=valid)
@@ -555,8 +557,8 @@ def look(
     column = tl.arange(0, WIDE)
     inside = column < COLUMNS
     tip = tl.zeros([WIDE], tl.int64)
-    for at in range(1, COLUMNS):
-        tip += tl.where(column >= at, mix(tl.load(window + at), at), 0)
+    for along in range(1, COLUMNS):
+        tip += tl.where(column >= along, mix(tl.load(window + along), along), 0)
     for below in range(1, LEVELS):
         tooth = tl.load(window + below * COLUMNS + column, mask=inside, other=0)
         tip += tl.where(below < levels, mix(tooth, column + below), 0)
@@ -571,6 +573,7 @@ def look(
     if used & full:
         collected = inside & (column < WINDOW)
         entry = runs + (total + column) % SIZE * WIDTH
+        tl.store(names + (total + column) % SIZE, tl.zeros([WIDE], tl.int64), mask=collected)
         current = tl.load(row_tokens + first)
         spine = tl.load(window + column, mask=inside, other=0)
         tl.store(entry, tl.where(column == 0, current, spine), mask=collected)

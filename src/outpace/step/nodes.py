@@ -79,9 +79,9 @@ def plant(
     """The likeliest nodes of all offers as trees of `most` rows, at most `room` [lanes] deep, below `roots` [lanes].
 
     Guesses come first, the likeliest ahead; then probes in the order of their offer. The same path from two sources is
-    one row, with the greater chance. No guess is taken in a lane where none has the
-    chance `gate`. With `prices` [most] of a step by its rows, as many are taken as bring the most expected tokens for
-    their price. Probes are always taken. Further rows fill up to `rows`, if so many are asked for.
+    one row, with the greater chance. No guess is taken in a lane where none has the chance `gate`. With `prices` [most
+    or more] of a step by its rows, as many are taken as bring the most expected tokens for their price. Probes are
+    always taken. Further rows fill up to `rows`, if so many are asked for.
     """
     rows = rows or most
     device = roots.device
@@ -116,15 +116,19 @@ def plant(
     keys, taken = keys[:, : most - 1], taken[:, : most - 1]
     if any(offer.probe for offer in offers):  # guesses come first, and with them what is a guess and a probe
         guesses = (same & (~probes & there)[:, None, :]).any(2)
-        order = (keys + guesses.gather(1, taken) * 2 * MUST).argsort(dim=1, descending=True, stable=True)
+        first = guesses.gather(1, taken) & (keys > NEVER)
+        order = first.int().argsort(dim=1, descending=True, stable=True)
         keys, taken = keys.gather(1, order), taken.gather(1, order)
     taken = F.pad(taken, (0, rows - 1 - taken.shape[1]))
     keys = F.pad(keys, (1, rows - 1 - keys.shape[1]), value=NEVER)  # row 0 is no node
     valid = keys > NEVER
     if prices is not None:
         likely = torch.where(valid & (keys < MUST / 2), (keys.clamp(max=0)).exp(), 0.0)
-        worth = (1.0 + likely.cumsum(1))[:, :most] / prices
+        worth = (1.0 + likely.cumsum(1))[:, :most] / prices[:most]
         valid &= (torch.arange(rows, device=device) <= worth.argmax(1, keepdim=True)) | (keys >= MUST / 2)
+        if any(offer.probe for offer in offers):  # they move up to where guesses were left out
+            order = valid[:, 1:].int().argsort(dim=1, descending=True, stable=True)
+            taken, valid[:, 1:] = taken.gather(1, order), valid[:, 1:].gather(1, order)
     valid[:, 0] = True
 
     def of_rows(values: torch.Tensor, root: torch.Tensor | int) -> torch.Tensor:

@@ -1,0 +1,288 @@
+"""Sources: each guesses what its simplest form guesses, step for step, in several lanes at once."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace import Decoder, Lookahead, Sampling
+from outpace.draft import Draft, Step
+from outpace.methods.lookahead import PUBLISHED
+from outpace.models.hf import HFModel
+from outpace.picking import Picker, likeliest
+from outpace.runtime.graphs import GraphEngine
+from outpace.sources.heads import HeadGuesses, likely_paths
+from outpace.sources.history import History, matches
+from outpace.sources.jacobi import Jacobi
+from outpace.sources.ngrams import NONE, Ngrams
+from outpace.sources.window import Settings, Window
+from outpace.step.choosing import Choices
+from outpace.step.nodes import NEVER, Nodes, Rows, plant
+from outpace.step.texts import Texts, signed
+from outpace.step.walking import walk
+
+from . import oracles
+from .conftest import tiny
+from .oracles import Path
+from .test_lossless import prompt_of
+from .test_step import paths_of
+
+CPU = torch.device("cpu")
+WORDS = 5  # few, so that texts repeat themselves
+LANES = 3
+
+
+def texts_of(draw: random.Random, longest: int = 30) -> list[list[int]]:
+    """One text for each lane; the last has one token."""
+    return [draw.choices(range(WORDS), k=draw.randrange(1, longest)) for _ in range(LANES - 1)] + [[3]]
+
+
+def lanes_with(texts: list[list[int]], seeds: list[int], span: int = 64) -> Texts:
+    lanes = Texts(LANES + 2, span, "cpu")
+    lanes.tokens.random_(WORDS)  # what lies behind a text is anything
+    for lane, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
+        lanes.open(lane, text, seed)
+    return lanes.view(LANES, span)
+
+
+def offered(nodes: Nodes, lane: int) -> dict[Path, float]:
+    """The paths that a source offers to a lane, with the logarithms of their chances. A path's own beginnings count."""
+    rows = plant(torch.zeros(LANES, dtype=torch.long), [nodes], 1 + nodes.tokens.shape[1], torch.full((LANES,), 999))
+    chances: dict[int, float] = {}
+    ends = nodes.paths.gather(2, nodes.depths[..., None])[lane, :, 0].tolist()
+    for end, chance in zip(ends, nodes.chances[lane].tolist(), strict=True):
+        if chance > NEVER:
+            chances[end] = max(chance, chances.get(end, NEVER))
+    paths = paths_of(rows, lane)
+    assert len(paths) == len(chances) + 1
+    return {path: chances[int(rows.hashes[lane, row])] for row, path in enumerate(paths) if row}
+
+
+def assert_alike(found: dict[Path, float], expected: dict[Path, float]) -> None:
+    assert found.keys() == expected.keys()
+    for path, chance in expected.items():
+        assert found[path] == pytest.approx(chance, abs=2e-4)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(1, 7), st.integers(1, 9))
+def test_history(draw: random.Random, longest: int, depth: int, places: int) -> None:
+    texts = texts_of(draw)
+    source = History(longest, depth, places, "history", CPU, floor=draw.choice([0.0, 0.0002, 0.03]))
+    for _ in range(3):
+        lanes = lanes_with(texts, [0] * LANES)
+        lengths = matches(lanes, longest)
+        (nodes,) = source.guess(lanes, torch.full((LANES,), 99))
+        floor = math.exp(source.floor) if source.floor > NEVER else 0.0
+        for lane, text in enumerate(texts):
+            for place in range(64):
+                there = place < len(text) - 1
+                assert int(lengths[lane, place]) == (oracles.match_length(text, place, longest) if there else 0)
+            expected = oracles.history(text, longest, depth, places, floor)
+            found = offered(nodes, lane)
+            near = {path for path, chance in expected.items() if floor and chance < floor * 1.001}
+            assert_alike(
+                {path: chance for path, chance in found.items() if path not in near},
+                {path: math.log(chance) for path, chance in expected.items() if path not in near},
+            )
+            text.append(draw.randrange(WORDS))
+
+
+def test_a_text_shorter_than_the_places_that_are_followed() -> None:
+    texts = [[1, 2], [2, 2, 2], [3]]
+    (nodes,) = History(4, 3, 8, "history", CPU).guess(lanes_with(texts, [0] * 3, 4), torch.full((3,), 9))
+    assert offered(nodes, 0) == offered(nodes, 2) == {}
+    assert offered(nodes, 1).keys() == {(2,), (2, 2), (2, 2, 2)}
+
+
+@settings(max_examples=30)
+@given(st.randoms(use_true_random=False), st.integers(2, 5), st.sampled_from([4, 8, 50]), st.integers(1, 6))
+def test_the_memory_of_ngrams(draw: random.Random, width: int, size: int, most: int) -> None:
+    memory, simple = Ngrams(LANES + 1, width, CPU, size), [oracles.Memory(size) for _ in range(LANES)]
+    for _ in range(6):
+        added = torch.full((LANES, 4, width), NONE)
+        for lane in range(LANES):
+            runs: list[Path] = []
+            for place in range(4):
+                if draw.random() < 0.7:
+                    run = tuple(draw.choices(range(3), k=draw.randrange(2, width + 1)))
+                    added[lane, place, : len(run)] = torch.tensor(run)
+                    runs.append(run)
+            simple[lane].add(runs)
+        memory.add(added)
+        longest = draw.randrange(1, 4)
+        ends = torch.tensor([[draw.choices(range(3), k=longest) for _ in range(2)] for _ in range(LANES)])
+        found, keys = memory.after(ends, most)
+        for lane in range(LANES):
+            for end in range(2):
+                expected = simple[lane].after(ends[lane, end].tolist(), most)
+                runs = [tuple(token for token in run if token != NONE) for run in found[lane, end].tolist()]
+                here = [*zip(keys[lane, end].tolist(), runs, strict=True)]
+                assert here[: len(expected)] == expected
+                assert all(pair == (0, ()) for pair in here[len(expected) :])
+    memory.clear(1)
+    assert not memory.after(ends, most)[1][1].any()
+
+
+def said_by(draw: random.Random, rows: Rows, texts: list[list[int]]) -> torch.Tensor:
+    """What a model might say after each row: the same after the same two tokens."""
+    best = torch.zeros_like(rows.tokens)
+    for lane, text in enumerate(texts):
+        for row, path in enumerate(paths_of(rows, lane)):
+            best[lane, row] = hash((*text, *path)[-2:]) % WORDS
+    return best
+
+
+def steps(draw: random.Random, source: Any, count: int, most: int) -> Any:
+    """Lets a source guess and learn along random texts; gives what it drafted, and what was said, each time."""
+    texts, seeds = texts_of(draw, 8), [draw.randrange(-(2**65), 2**65) for _ in range(LANES)]
+    lanes = lanes_with(texts, seeds)
+    for lane, text in enumerate(texts):
+        source.open(lane, text, seeds[lane])
+    yield [list(text) for text in texts], seeds
+    for _ in range(count):
+        room = torch.tensor([draw.choice([0, 2, 99]), 99, 99])
+        rows = plant(lanes.roots(), source.guess(lanes, room), most, room)
+        best = said_by(draw, rows, texts)
+        picks = best.clone()
+        picks[0] += torch.tensor([draw.random() < 0.3 for _ in picks[0]])  # a sampled text: not always the best
+        picks %= WORDS
+        found = walk(rows, picks, source.deepest)
+        lanes.append(found.tokens, found.counts)
+        source.learn(lanes, rows, best, found)
+        before = [list(text) for text in texts]
+        for lane, text in enumerate(texts):
+            text += found.tokens[lane, : found.counts[lane]].tolist()
+        yield before, rows, best, found, room.tolist(), [list(text) for text in texts]
+
+
+@settings(max_examples=40)
+@given(st.randoms(use_true_random=False), st.integers(1, 6))
+def test_jacobi(draw: random.Random, window: int) -> None:
+    run = steps(draw, Jacobi(window, LANES + 2, CPU), 5, window + 1)
+    texts, seeds = next(run)
+    guesses = [random.Random(seed).choices(text, k=window) for text, seed in zip(texts, seeds, strict=True)]
+    for _, rows, best, found, room, after in run:
+        for lane, text in enumerate(after):
+            drafted = guesses[lane][: room[lane]]
+            assert paths_of(rows, lane) == [tuple(drafted[:at]) for at in range(len(drafted) + 1)]
+            said = best[lane, : len(drafted) + 1].tolist()
+            guesses[lane] = oracles.jacobi(said, int(found.counts[lane]), text, signed(seeds[lane]), window)
+
+
+def published(window: int, ngram: int, guesses: int) -> Settings:
+    return Settings(window, ngram, guesses, 1, False, False, False, False, False)
+
+
+def assert_published(
+    simple: oracles.PublishedLookahead, current: int, room: int, paths: list[Path], accepted: list[bool]
+) -> None:
+    guesses, probes = simple.draft(current, room)
+    assert {path for path, takes in zip(paths, accepted, strict=True) if takes} == {(), *guesses}
+    assert set(paths) == {(), *guesses, *probes}
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(2, 5), st.integers(0, 4))
+def test_the_published_lookahead(draw: random.Random, window: int, ngram: int, guesses: int) -> None:
+    source = Window(published(window, ngram, guesses), LANES + 2, CPU)
+    run = steps(draw, source, 8, 1 + source.nodes)
+    texts, seeds = next(run)
+    simple = [oracles.PublishedLookahead(window, ngram, guesses) for _ in texts]
+    for lane, text in enumerate(texts):
+        simple[lane].open(text, seeds[lane])
+    for before, rows, best, _, room, _ in run:
+        for lane, text in enumerate(before):
+            paths = paths_of(rows, lane)
+            assert_published(simple[lane], text[-1], room[lane], paths, rows.accepted[lane, : len(paths)].tolist())
+            simple[lane].learn(text[-1], dict(zip(paths, best[lane].tolist(), strict=False)), room[lane])
+
+
+def paths_of_draft(draft: Draft) -> list[Path]:
+    paths: list[Path] = [()]
+    for row in range(1, len(draft)):
+        paths.append((*paths[draft.parents[row]], draft.tokens[row]))
+    return paths
+
+
+@pytest.mark.parametrize(("window", "ngram", "guesses"), [(4, 4, 4), (2, 3, 2), (1, 2, 3), (3, 5, 1)])
+def test_a_models_steps_are_those_of_the_published_lookahead(window: int, ngram: int, guesses: int) -> None:
+    """Through the whole program, with two texts. What the model says behind a path is asked of the model itself."""
+    model = tiny("Llama")
+    decoder = Decoder(model)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
+    method = Lookahead(window=window, ngram=ngram, guesses=guesses, **PUBLISHED)
+    prompts, texts = [prompt_of(1), prompt_of(2)], list[list[int]]()
+    drafted: list[list[Step]] = [[], []]
+    for number, step in decoder.stream(prompts, method=method, sampling=Sampling(seed=5), max_new_tokens=30):
+        assert isinstance(step, Step)
+        drafted[number].append(step)
+    for prompt, each in zip(prompts, drafted, strict=True):
+        simple = oracles.PublishedLookahead(window, ngram, guesses)
+        simple.open(prompt, 5)
+        text = list(prompt)
+        for step in each:
+            room = decoder.model.room(len(text) - 1)
+            paths = paths_of_draft(step.draft)
+            accepted = [row < step.draft.candidates for row in range(len(paths))]
+            assert step.draft.tokens[0] == text[-1]
+            assert_published(simple, text[-1], room, paths, accepted)
+            said = {path: said_behind(model, (*text, *path)) for path in {(), *simple.columns()} & {*paths}}
+            simple.learn(text[-1], said, room)
+            text += step.tokens
+        texts.append(text)
+    assert [len(text) for text in texts] == [len(prompt) + 30 for prompt in prompts]
+
+
+@torch.inference_mode()
+def said_behind(model: Any, text: Path) -> int:
+    return int(model(torch.tensor([text])).logits[0, -1].argmax())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@settings(max_examples=20)
+@given(draw=st.randoms(use_true_random=False), top=st.integers(1, 4), rows=st.integers(1, 9))
+def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: float) -> None:
+    count, words, ranks = 3, 7, likely_paths(3, top, rows)
+    torch.manual_seed(draw.randrange(2**32))
+    logits = torch.randn(count, LANES, words)
+
+    class Heads:
+        count = 3
+
+        def fixed(self, *_: Any) -> torch.Tensor:
+            return logits
+
+    source = HeadGuesses(Heads(), (None, None, 0), ranks, LANES + 1, CPU)
+    texts, seeds = texts_of(draw), [draw.randrange(99) for _ in range(LANES)]
+    lanes, choices = lanes_with(texts, seeds), Choices(LANES, words, CPU)
+    samplings = [Sampling(temperature=temperature, seed=seed) for seed in seeds]
+    for lane, sampling in enumerate(samplings):
+        source.open(lane, texts[lane], seeds[lane])
+        choices.open(lane, sampling, texts[lane])
+    (nothing,) = source.guess(lanes, torch.full((LANES,), 9))
+    assert all(offered(nothing, lane) == {} for lane in range(LANES))
+    source.read(None, torch.zeros(0), torch.zeros(LANES), lanes, choices, choices.needs)
+    (nodes,) = source.guess(lanes, torch.full((LANES,), 9))
+    for lane, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
+        found = likeliest(logits[:, lane], words)
+        foreseen = Picker(sampling, 0).foresee(found, range(len(text), len(text) + count), words)
+        expected = oracles.head_paths(foreseen.tokens.tolist(), foreseen.chances.tolist(), ranks)
+        assert_alike(offered(nodes, lane), expected)
+    assert (nodes.sources == nodes.depths - 1).all()
+
+
+def test_paths_of_ranks_have_their_beginnings_before_them() -> None:
+    for count, top, most in ((1, 1, 9), (4, 10, 256), (3, 2, 99)):
+        paths = likely_paths(count, top, most)
+        assert len({*paths}) == len(paths) <= most
+        for place, path in enumerate(paths):
+            assert len(path) == 1 or path[:-1] in paths[:place]
+            assert max(path) < top
+    assert len(likely_paths(3, 2, 99)) == 2 + 4 + 8
