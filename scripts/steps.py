@@ -99,7 +99,7 @@ def graph_ms(program: Program, prompt: list[int], group: int = 1) -> tuple[float
         from outpace.runtime.plain import alone
 
         seen: list[torch.Tensor] = []
-        lane = program.reserve(sequence, 700)
+        lane = program.reserve(sequence, Sampling(), 700)
         alone(engine.read(sequence, program.sees(seen)))
         program.open(lane, sequence, Sampling(), seen)
         try:

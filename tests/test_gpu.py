@@ -194,9 +194,8 @@ def test_heads_draft_in_graphs(kind: str, sampling: Sampling) -> None:
     steps = [list(decoder.stream(prompt, method=decoder.prepare(method), **options)) for decoder in (plain, graphs)]
     for found in steps:
         assert [token for step in found for token in step.tokens] == expected.token_ids
-    same = sum(map(lambda one, other: one.draft.tokens == other.draft.tokens, *steps))
-    assert same > 0.9 * len(steps[0])  # what is drafted may differ in a near-tie
-    assert bool(graphs.engine._head_steps) == (kind != "hydra")
+    assert bool(graphs.engine._programs) == (kind != "hydra")
+    assert any("head" in source for step in steps[1] for source in step.draft.sources)
 
 
 def test_segments_make_a_whole() -> None:
@@ -290,3 +289,20 @@ def test_early_exits_in_graphs(sampling: Sampling) -> None:
         assert found.token_ids == expected.token_ids
         assert graphs.engine.pool.held == 0
     assert any(key[3] is not None for key in graphs.engine._graphs)  # questions were answered in graphs
+
+
+@pytest.mark.parametrize("texts", [1, 3, 6])
+@pytest.mark.parametrize(
+    "needs", [Sampling(), Sampling(temperature=0.9, top_p=0.9, top_k=40, seed=3, logit_bias={5: 1.0})]
+)
+def test_whole_steps_write_the_same_texts(needs: Sampling, texts: int) -> None:
+    """Lanes of one captured graph against plain forwards with the host between."""
+    model = small_llama(torch.float32)
+    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs")
+    prompts = [[5, 9, 5, 9, 7 + number] * 7 for number in range(texts)]
+    options = {"sampling": needs, "max_new_tokens": 50}
+    expected = [plain.generate(prompt, method=Autoregressive(), **options).token_ids for prompt in prompts]
+    for method in (Autoregressive(), *METHODS):
+        found = graphs.generate(prompts, method=method, **options)
+        assert [result.token_ids for result in found] == expected
+    assert graphs.engine.pool.held == 0

@@ -177,7 +177,7 @@ def test_heads_in_fixed_places_guess_the_same(kind: str, whole_steps: bool) -> N
             prompt = [*prompt, *tokens]
         assert _steps(fixed, method, prompt, sum(len(tokens) for tokens, *_ in steps)) == steps
         assert max(len(tokens) for tokens, *_ in steps) >= 2
-    assert bool(engine._head_steps) == (kind != "hydra" and not whole_steps)
+    assert bool(engine._programs) == (kind != "hydra" and whole_steps)
 
 
 def _steps(decoder: Decoder, method: Headed, prompt: list[int], length: int) -> list[Any]:
@@ -185,14 +185,15 @@ def _steps(decoder: Decoder, method: Headed, prompt: list[int], length: int) -> 
     return [(step.tokens, step.draft.tokens, step.draft.parents) for step in steps]
 
 
-def test_a_graph_of_heads_keeps_no_text_alive() -> None:
+@pytest.mark.parametrize("whole_steps", [True, False])
+def test_a_graph_of_heads_keeps_no_text_alive(whole_steps: bool) -> None:
     model = tiny("Llama")
     decoder = Decoder(model)
     decoder.engine = engine = GraphEngine(HFModel(model), compiled=False)
-    engine.whole_steps = False
+    engine.whole_steps = whole_steps
     method = decoder.prepare(method_for("medusa", random_heads("medusa", model)))
     decoder.generate([7, 3, 9], method=method, max_new_tokens=6)
-    assert engine._head_steps
+    assert bool(engine._programs) == whole_steps
     gc.collect()
     assert not [item for item in gc.get_objects() if type(item) is _Drafter]
 

@@ -33,11 +33,12 @@ from outpace import (
     Sampling,
     Step,
 )
+from outpace.bench.calibration import calibrate
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models.hf import HFModel
 from outpace.receipt import check
 from outpace.runtime import program
-from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.graphs import PROGRAMS, GraphEngine
 from outpace.runtime.program import Program
 from outpace.trace import Trace, read_trace, record
 
@@ -112,7 +113,7 @@ def expected(name: str, prompt: tuple[int, ...], sampling: int, length: int) -> 
 
 def programs(decoder: Decoder) -> list[Program]:
     assert isinstance(decoder.engine, GraphEngine)
-    return [program for _, program in decoder.engine._programs]
+    return [entry[-1] for entry in decoder.engine._programs]
 
 
 def assert_all_is_given_back(decoder: Decoder) -> None:
@@ -429,3 +430,29 @@ def test_exact_mode(label: str) -> None:
     prompts = [tuple(prompt_of(seed)) for seed in range(3)]
     known = [expected("Llama", prompt, way, 8) for way, prompt in enumerate(prompts)]
     assert write(decoder, PLAIN[label], prompts, SAMPLINGS[:3], 8) == known
+
+
+def test_programs_follow_the_costs_and_few_are_kept() -> None:
+    model = tiny("Llama")
+    engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
+    first = engine.program_for(PromptLookup(), Sampling())
+    assert engine.program_for(PromptLookup(), Sampling()) is first
+    assert first.plan.prices is None
+    engine.costs = CostCurve({}, (1, 128), (100,), ((1.0, 20.0),))
+    priced = engine.program_for(PromptLookup(), Sampling())
+    assert priced is not first
+    assert priced.plan.prices is not None
+    for rows in range(2, 30):
+        engine.program_for(PromptLookup(rows=rows), Sampling())
+    assert len(engine._programs) == PROGRAMS
+
+
+def test_whole_steps_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Llama")
+    decoder = Decoder(model)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
+    flat = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),))
+    monkeypatch.setattr("outpace.bench.calibration.measure", lambda engine, done: flat)
+    curve = calibrate(decoder)
+    assert curve.paces["prompt-lookup"] > 0
+    assert curve.drafting["prompt-lookup"] == 0

@@ -23,6 +23,7 @@ from .picking import Sampling
 from .runtime import calibrate
 from .runtime.choose import engine_for
 from .runtime.costs import load as load_costs
+from .runtime.graphs import MEMORY
 from .text import Ending, TextStream
 
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
@@ -130,6 +131,7 @@ class Decoder:
         *,
         runtime: str = "auto",
         exact: bool = False,
+        memory: float = MEMORY,
         **settings: object,
     ) -> None:
         if not (hasattr(model, "config") or hasattr(model, "vocabulary")):
@@ -137,7 +139,7 @@ class Decoder:
                 f"{type(model).__name__} is no model: give a loaded transformers model, or use outpace.load."
             )
         adapted: Model = HFModel(model) if hasattr(model, "config") else model
-        self.engine = engine_for(adapted, runtime, exact)
+        self.engine = engine_for(adapted, runtime, exact, memory=memory)
         self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
@@ -455,20 +457,22 @@ def load(
     device: str | None = None,
     runtime: str = "auto",
     exact: bool = False,
+    memory: float = MEMORY,
     **settings: object,
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
 
     Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup. `runtime` says how steps are executed:
     "plain", "compiled", "graphs" (CUDA), or "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the
-    same, bit for bit, with every method, and on a CPU in every batch.
+    same, bit for bit, with every method, and on a CPU in every batch. `memory` is the share of a GPU's free memory that
+    the KV cache gets.
     """
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
     elif dtype is not None or device is not None:
         raise InputError("dtype and device are for models loaded by name; move a loaded model with model.to(...).")
-    return Decoder(model, tokenizer, method, runtime=runtime, exact=exact, **settings)
+    return Decoder(model, tokenizer, method, runtime=runtime, exact=exact, memory=memory, **settings)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:

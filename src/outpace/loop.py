@@ -71,7 +71,7 @@ def write(
     program = engine.program_for(method, sampling)
 
     with engine.pool.sequence(prompt, share) as sequence:
-        lane = None if program is None else program.reserve(sequence, limit)
+        lane = None if program is None else program.reserve(sequence, sampling, limit)
         if lane is not None:
             yield from _by_program(engine, program, lane, sequence, sampling, stop)
             return

@@ -209,7 +209,7 @@ class Pool:
                 raise InputError(
                     f"{count} KV slots are needed, and {self.capacity - self.held} of {self.capacity} are free. "
                     "Shorten the prompt, ask for fewer new tokens or fewer texts at once, or give the KV cache a "
-                    "larger share of the memory."
+                    "larger share of the memory: Decoder(..., memory=0.9)."
                 )
             self._grow(self.held + count)
         slots: list[int] = []

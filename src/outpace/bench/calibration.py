@@ -62,7 +62,8 @@ def _try(decoder: Decoder, method: Method, prompts: Sequence[Sequence[int]]) -> 
         steps += islice(decoder.stream(prompt, **options), 1, None)
     if not steps:  # all texts ended at once
         return Tried(0.0, 0.0)
-    own = median(step.seconds["draft"] + step.seconds["learn"] for step in steps)
+    # A whole step that runs without the host has no verbs: then drafting is part of what the step costs.
+    own = median(step.seconds.get("draft", 0.0) + step.seconds.get("learn", 0.0) for step in steps)
     seconds = sum(sum(step.seconds.values()) for step in steps)
     return Tried(own, sum(len(step.tokens) for step in steps) / seconds)
 

@@ -145,8 +145,3 @@ class Follower:
 def following(embedded: torch.Tensor, places: int) -> torch.Tensor:
     """For each position of texts [texts, length, width], what stands `places` later. Beyond the end, anything."""
     return embedded.roll(-places, 1)
-
-
-def last_row(rows: FixedRows, pool: Pool) -> torch.Tensor:
-    """[1] the last of the rows that do not just fill up; the first, if all do."""
-    return (rows.slots != pool.scratch).sum(0, keepdim=True).sub(1).clamp(min=0)

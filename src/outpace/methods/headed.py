@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -17,12 +17,11 @@ import torch
 from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
 from ..errors import InputError, ModelError, OutpaceWarning
 from ..heads import KINDS, TRAINABLE, Heads
-from ..heads.base import last_row
 from ..heads.exporting import is_reference, load_reference
 from ..heads.storing import Stored, is_for, load
-from ..models.adapter import Ends, FixedRows, Model
+from ..models.adapter import Model
 from ..picking import Foreseen, Picker, likeliest
-from ..pool import Numbers, Pool
+from ..pool import Numbers
 from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
@@ -184,7 +183,6 @@ class _Drafter(Drafter):
         self.heads, about = method.heads[:2]
         self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
         self.follower = self.heads.follow(*self.shared)
-        self.begun = False  # the follower reads the first rows
         costs = engine.costs if method.priced else None
         grown = isinstance(method.tree, str)
         pace = costs.paces.get(method.name, 1.0) if costs and grown and method.heads.shipped else 1.0
@@ -256,14 +254,7 @@ class _Drafter(Drafter):
         hidden = self.new[0] if len(self.new) == 1 else torch.cat(self.new)
         self.new = []
         tokens, first = self.sequence.tokens[-len(hidden) :], len(self.sequence.tokens)
-        found = None
-        if self.begun and not self.heads.sequential:
-            # It is kept for other texts too, so it must not hold this drafter.
-            ahead = partial(_ahead, self.heads, self.shared, self.named)
-            found = self.engine.guess_with(ahead, (self.heads, self.named), self.sequence, tokens, hidden)
-        self.begun = True
-        if found is None:
-            self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
+        self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
         if self.heads.sequential:
 
             def expect(place: int, paths: Numbers) -> Foreseen:
@@ -271,20 +262,12 @@ class _Drafter(Drafter):
                 return self._foresee(likeliest(guesses, self.named), [first + place] * len(paths))
 
             return expect
-        if found is None:
-            found = likeliest(self.follower.guesses(), self.named)
+        found = likeliest(self.follower.guesses(), self.named)
         together = lru_cache(lambda: self._foresee(found, range(first, first + self.heads.count)))
         return lambda place, _: Foreseen(together().tokens[[place]], together().chances[[place]])
 
     def _foresee(self, found: torch.Tensor, positions: Sequence[int]) -> Foreseen:
         return self.picker.foresee(found, positions, self.top, self.method.coupled)
-
-
-def _ahead(
-    heads: Heads, shared: tuple[Ends, Pool, int], named: int, rows: FixedRows, hidden: torch.Tensor
-) -> torch.Tensor:
-    """What heads expect after rows in fixed places."""
-    return likeliest(heads.fixed(*shared, rows, hidden, last_row(rows, shared[1]))[:, 0], named)
 
 
 def grow(

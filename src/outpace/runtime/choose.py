@@ -10,7 +10,7 @@ import torch
 from ..errors import InputError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
 from .exact import ExactEngine
-from .graphs import GraphEngine
+from .graphs import MEMORY, GraphEngine
 from .plain import Engine
 
 RUNTIMES = {
@@ -23,14 +23,23 @@ EXACT_ROWS = 32
 
 
 def engine_for(
-    model: Model, runtime: str = "auto", exact: bool = False, exact_rows: int = EXACT_ROWS, join: bool = True
+    model: Model,
+    runtime: str = "auto",
+    exact: bool = False,
+    exact_rows: int = EXACT_ROWS,
+    join: bool = True,
+    memory: float = MEMORY,
 ) -> Engine:
     """An engine for the model. Without `join` CUDA graphs leave the user's weights where they are.
+
+    `memory` is the share of the GPU's free memory that the KV cache gets, with CUDA graphs.
 
     With `exact` the logits of a text have the same bits with every method; on a CPU also in every batch. On CUDA a
     forward then has `exact_rows` rows at most, and all have as many where the device needs that. It is checked on this
     model before it is believed.
     """
+    if not (isinstance(memory, (int, float)) and 0 < memory <= 1):
+        raise InputError(f"memory={memory!r} is out of range: it must be a share above 0 and at most 1.")
     if runtime not in RUNTIMES:
         raise UnknownNameError("runtime", runtime, RUNTIMES)
     if exact and model.device.type == "cpu":
@@ -41,14 +50,14 @@ def engine_for(
             raise InputError(f"exact mode needs runtime='graphs', not {runtime!r}.")
         if obstacle:
             raise InputError(f"exact mode needs CUDA graphs: {obstacle}.")
-        return _exact_engine(model, exact_rows)
+        return _exact_engine(model, exact_rows, memory)
     if runtime == "graphs" and obstacle:
         raise InputError(f"runtime='graphs' cannot be used: {obstacle}. Use runtime='plain'.")
     if runtime == "graphs" or (runtime == "auto" and not obstacle):
         if join:
             _fuse(model)
         _replace_products(model)
-        return GraphEngine(model)
+        return GraphEngine(model, memory=memory)
     if runtime == "compiled":
         _fuse(model)
         _replace_products(model)
@@ -72,12 +81,12 @@ def _obstacle(model: Model) -> str | None:
     return None
 
 
-def _exact_engine(model: Any, rows: int) -> GraphEngine:
+def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
     if not 2 <= rows <= 256:
         raise InputError(f"exact_rows={rows} is out of range: it must be 2 to 256.")
     _fuse(model)
     _replace_products(model)
-    engine = GraphEngine(model, exact_rows=rows)
+    engine = GraphEngine(model, exact_rows=rows, memory=memory)
     if engine.is_exact():
         return engine
     engine.use_one_size()

@@ -21,7 +21,6 @@ from collections.abc import Sequence as Items
 from functools import cache
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ..draft import Draft, Verdict, chain
@@ -31,8 +30,9 @@ from ..models.ahead import Ahead
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Pool, Rows, Sequence
-from .fixed import WIDTH, FixedStep, bits
-from .plain import Engine, HeadFunction, Question, Work, answered, joined
+from .costs import CostCurve
+from .fixed import WIDTH, FixedStep
+from .plain import Engine, Question, Work, answered, joined
 from .program import LANES, Program
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
@@ -41,8 +41,8 @@ LARGE = (512, 1024)  # further sizes of graphs that read several texts together
 RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 FIRST_SPAN = 1024
 PRIME = 11
-HEAD_ROWS = 24  # the most new rows that heads read in a graph
 TEXTS = (4, 16, 64)  # of how many texts a graph takes rows, if of several
+PROGRAMS = 8  # that are kept, each with its graphs
 MEMORY = 0.5  # the share of free memory that the KV cache gets
 LONGEST = 2**16  # a text is not expected to be longer, where memory is shared out
 LINES = TEXTS[-1] + 2  # lists of slots: one for a text alone, one for each of several, and one that stays empty
@@ -68,14 +68,13 @@ class GraphEngine(Engine):
             self.name = f"exact, up to {exact_rows} rows"
         # By rows, length of text, layers, whose question, number of texts (0: one alone), and whether it only reads.
         self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int, bool], _Graph] = {}
-        self._head_steps: dict[tuple[Hashable, int], _HeadStep] = {}  # by whose heads, length of text
-        self._eager: set[Hashable] = set()  # whose heads cannot be captured
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
         # On the device: lists of slots, and whose they are.
         longest = min(self.pool.capacity, model.context)
         self._texts = torch.zeros(LINES, longest, dtype=torch.long, device=self.pool.device)
         self._readers: list[Sequence | None] = [None] * LINES
-        self._programs: list[tuple[Any, Program]] = []  # by method, the newest last
+        # By method and by the costs that it was sized with, the newest last.
+        self._programs: list[tuple[Any, CostCurve | None, Program]] = []
         self._read = False  # whether any text was read
         self._prepared: set[bool] = set()  # whether layers are compiled for one text, for several
         self.lines = LINES
@@ -106,14 +105,17 @@ class GraphEngine(Engine):
         rejects = sampling.temperature > 0 and sampling.rule != "keyed"
         if not self.whole_steps or not self.sizes or sampling.processors or rejects:
             return None
-        for known, program in self._programs:
-            if known is method or known == method:
+        for known, costs, program in self._programs:
+            if costs is self.costs and (known is method or known == method):
                 return program
         plan = method.plan(self)
         if plan is None:
             return None
-        self._programs.append((method, Program(self, plan)))
-        return self._programs[-1][1]
+        idle = [entry for entry in self._programs if entry[2].idle]
+        for entry in idle[: max(0, len(self._programs) + 1 - PROGRAMS)]:
+            self._programs.remove(entry)
+        self._programs.append((method, self.costs, Program(self, plan)))
+        return self._programs[-1][2]
 
     def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured | None:
         """A step of a program, captured; None, and a warning, where there is no memory for it or it cannot be."""
@@ -293,50 +295,6 @@ class GraphEngine(Engine):
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         return None
 
-    def guess_with(
-        self,
-        function: HeadFunction,
-        owner: Hashable,
-        sequence: Sequence,
-        tokens: Items[int],
-        hidden: torch.Tensor,
-    ) -> torch.Tensor | None:
-        count = len(hidden)
-        past = len(sequence.slots) - count
-        line = next((line for line, reader in enumerate(self._readers) if reader is sequence), None)
-        known = line is not None and sequence.stable >= past
-        if count > HEAD_ROWS or not known or owner in self._eager:
-            return None
-        step = self._head_step(function, owner, past)
-        if step is None:
-            return None
-        if line:
-            self._texts[0, :past].copy_(self._texts[line, :past])
-            self._readers[0] = None
-        step.hidden[:count] = hidden
-        numbers = np.array([tokens, range(past, past + count), sequence.slots[past:]])
-        step.launch(numbers, bits(np.tri(count, 64, dtype=np.bool_)), past)
-        return step.found
-
-    def _head_step(self, function: HeadFunction, owner: Hashable, past: int) -> _HeadStep | None:
-        key = (owner, _span(past))
-        step = self._head_steps.get(key)
-        if step is None:
-            step = _HeadStep(function, self.model, self.pool, self._texts, key[1])
-            try:
-                self._memory = step.capture(self._memory)
-            except Exception as error:
-                self._eager.add(owner)
-                reason = str(error).strip().split("\n")[0]
-                warnings.warn(
-                    f"heads cannot be captured in a CUDA graph ({reason}). They run without, and slower.",
-                    OutpaceWarning,
-                    stacklevel=2,
-                )
-                return None
-            self._head_steps[key] = step
-        return step
-
     def _make_storage(self) -> None:
         """The first forward makes the pool's storage, and is not compiled."""
         if self.pool.stored(0) is None:
@@ -512,19 +470,6 @@ class _Graph(FixedStep):
         last = slice(first + count - logits, first + count)
         best = (self.found if found is None else found)[:, last]
         return Output(self.output.logits[last], self.output.hidden[rows], best, self.answer)
-
-
-class _HeadStep(FixedStep):
-    """One step of heads that draft."""
-
-    found: torch.Tensor
-
-    def __init__(self, function: HeadFunction, model: Model, pool: Pool, text: torch.Tensor, span: int) -> None:
-        super().__init__(model, pool, text, HEAD_ROWS, span, exact=False)
-        self.function = function
-
-    def _step(self) -> None:
-        self.found = self.function(self.rows, self.hidden)
 
 
 def _span(length: int) -> int:

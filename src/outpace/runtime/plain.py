@@ -10,7 +10,7 @@ import torch
 
 from ..draft import Draft, Scores
 from ..errors import InvalidLogits
-from ..models.adapter import FixedRows, Model, Output
+from ..models.adapter import Model, Output
 from ..picking import Picker, Sampling
 from ..pool import Packed, Pool, Rows, Sequence
 from .costs import CostCurve
@@ -20,9 +20,6 @@ T = TypeVar("T")
 
 See: TypeAlias = "Callable[[torch.Tensor], None]"
 """Shown hidden states [rows, width]; they are good until it returns."""
-
-HeadFunction: TypeAlias = "Callable[[FixedRows, torch.Tensor], torch.Tensor]"
-"""Of accepted rows, with the token after each, and their hidden states: what heads expect."""
 
 
 class Question(NamedTuple):
@@ -190,22 +187,6 @@ class Engine:
         rows = Packed([work.rows for work in works])
         start, stop = works[0].start, works[0].stop
         return deal(works, self.model.forward(self.pool, rows, asked, start, stop, joined(works), self.compiled))
-
-    def guess_with(
-        self,
-        function: HeadFunction,
-        owner: Hashable,
-        sequence: Sequence,
-        tokens: Items[int],
-        hidden: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Run heads on the sequence's newest rows, in places that stay the same from step to step.
-
-        `tokens` are those after each row, `hidden` [rows, width] the target's states. None where the runtime has
-        nothing quicker than ordinary calls. `owner` names the function: one of the same owner does the same. The
-        result is good until the next call.
-        """
-        return None
 
     def climb(
         self,

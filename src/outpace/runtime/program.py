@@ -22,7 +22,7 @@ from ..pool import Numbers, Sequence
 from ..sources.base import Plan, Reading
 from ..sources.ngrams import Ngrams
 from ..step import fused
-from ..step.choosing import Choices
+from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
 from ..step.nodes import Rows, plant
 from ..step.walking import Walk, walk
@@ -87,6 +87,11 @@ class Program:
             size *= 2
         return size
 
+    @property
+    def idle(self) -> bool:
+        """Whether no text is in its lanes."""
+        return not self._reserved and all(text is None for text in self._texts)
+
     def _free(self) -> int | None:
         """The first lane that nobody has."""
         lanes = (lane for lane, text in enumerate(self._texts) if text is None and lane not in self._reserved)
@@ -106,7 +111,7 @@ class Program:
         reads = any(isinstance(source, Reading) for source in self.sources)
         return (lambda hidden: seen.append(hidden.clone())) if reads else None
 
-    def reserve(self, sequence: Sequence, more: int | None) -> int | None:
+    def reserve(self, sequence: Sequence, sampling: Sampling, more: int | None) -> int | None:
         """A lane for a text that nothing is computed of yet, and slots for all that it may become.
 
         It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. None where
@@ -119,7 +124,8 @@ class Program:
         behind = len(sequence.tokens) - 1 - len(sequence.slots)
         grown = max(limit - len(sequence.tokens), 0)
         sequence.reserved = self.engine.pool.allocate(behind + grown + self.margin)
-        if self._graph(_group(lane), self._span(limit), frozenset()) is None:  # not in the midst of a text
+        needs = self.choices.needs | needs_of(sampling)
+        if self._graph(_group(lane), self._span(limit), needs) is None:  # not in the midst of a text
             self.engine.pool.free(sequence.reserved)
             sequence.reserved = []
             return None
@@ -189,6 +195,7 @@ class Program:
     def _graph(self, group: int, span: int, needs: frozenset[str]) -> _Whole | None:
         key = (group, span, needs)
         if key not in self._graphs:
+            self.choices.make(needs)
             self._graphs[key] = self.engine.captured(lambda: _Whole(self, *key), self.size(group) * group, span, group)
         return self._graphs[key]
 

@@ -53,10 +53,7 @@ class Choices:
         self.repetition[lane] = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
         self.presence[lane] = sampling.presence_penalty
         self.frequency[lane] = sampling.frequency_penalty
-        if "penalties" in needs and not len(self.bias):
-            size = (self._lanes, self.vocabulary)
-            self.bias = torch.zeros(size, device=self._device)
-            self.seen, self.answered = torch.zeros_like(self.bias), torch.zeros_like(self.bias)
+        self.make(needs)
         if len(self.bias):
             for part in (self.bias, self.seen, self.answered):
                 part[lane].zero_()
@@ -65,6 +62,13 @@ class Choices:
             self.seen[lane, torch.tensor([*counts], dtype=torch.long)] = often
             for token, bias in sampling.logit_bias.items():
                 self.bias[lane, token] = bias
+
+    def make(self, needs: frozenset[str]) -> None:
+        """Make what lanes with such needs have to have, if it is not there."""
+        if "penalties" in needs and not len(self.bias):
+            size = (self._lanes, self.vocabulary)
+            self.bias = torch.zeros(size, device=self._device)
+            self.seen, self.answered = torch.zeros_like(self.bias), torch.zeros_like(self.bias)
 
     def close(self, lane: int) -> None:
         """The text has ended."""
