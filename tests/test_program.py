@@ -456,3 +456,20 @@ def test_whole_steps_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = calibrate(decoder)
     assert curve.paces["prompt-lookup"] > 0
     assert curve.drafting["prompt-lookup"] == 0
+
+
+def test_texts_that_may_not_share_a_forward_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LongRoPE's angles depend on all positions of a forward. Then the host writes all texts but one."""
+    model = tiny("Llama")
+    adapted = HFModel(model)
+    adapted.packs = False
+    decoder = Decoder(model)
+    decoder.engine = engine = GraphEngine(adapted, compiled=False, capacity=1024)
+    groups: list[int] = []
+    monkeypatch.setattr(program, "_group", lambda lane: groups.append(lane) or 1)
+    prompts = [prompt_of(number) for number in range(3)]
+    found = decoder.generate(prompts, method=PromptLookup(), max_new_tokens=12)
+    expected = [Decoder(model).generate(prompt, method="autoregressive", max_new_tokens=12) for prompt in prompts]
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert set(groups) == {0}
+    assert engine.pool.held == 0

@@ -55,15 +55,15 @@ class Program:
         for source in self.sources:
             source.first = len(self.names)
             self.names += source.names
-        self.deepest = max((source.deepest for source in self.sources), default=0)
-        probes = sum(source.probes for source in self.sources)
         self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
-        assert probes < max(self.rows, 1) or not self.sources
+        assert self.rows > sum(source.probes for source in self.sources)
+        # How far a path reaches: no further than a source guesses, nor than there are rows.
+        self.deepest = min(max((source.deepest for source in self.sources), default=0), self.rows - 1)
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
-        # In exact mode texts take turns: one is here, and the host writes the others.
-        self._texts: list[Sequence | None] = [None] * (1 if engine.exact else LANES)
+        # Where texts may not share a forward, as in exact mode, one is here, and the host writes the others.
+        self._texts: list[Sequence | None] = [None] * (LANES if engine.most_texts > 1 else 1)
         self._limits: list[int] = [0] * LANES  # the length that each text may grow to
         self._reserved: set[int] = set()  # lanes for texts that are being read
         self._steps: list[deque[Stepped]] = [deque() for _ in range(LANES)]  # that were read, and nobody asked for yet
@@ -309,20 +309,7 @@ class _Whole(FixedStep):
             above[:, 0] = torch.where(rows.valid, slots[:, :1], self.pool.scratch).flatten()
             tree[:, : above.shape[1]].copy_(above)
         else:
-            self._show(tree, rows.sees)
-
-    def _show(self, tree: torch.Tensor, sees: torch.Tensor) -> None:
-        words = pack(sees)  # [lanes, rows, words]
-        if self.group == 1:
-            tree[:, : words.shape[2]].copy_(words[0])
-            return
-        lane = torch.arange(self.group, device=tree.device)
-        if self.each < 64:  # several lanes share a word
-            words = words << (lane * self.each % 64)[:, None, None]
-        place = (lane * self.each // 64)[:, None] + torch.arange(words.shape[2], device=tree.device)
-        tree.zero_()
-        shaped = tree.view(self.group, self.each, -1)
-        shaped.scatter_(2, place[:, None].expand(-1, self.each, -1), words)
+            _show(tree, rows.sees)
 
     def _score(self) -> Any:
         """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
@@ -383,7 +370,7 @@ class _Heads(FixedStep):
         self.needs = needs
         self.each = program.deepest + 1
         if group > 1:
-            self.each = 1 << program.deepest.bit_length()  # lanes do not part a word of bits
+            self.each = 1 << program.deepest.bit_length()  # a power of two: no lane begins amid a word of another
         super().__init__(
             engine.model, engine.pool, program.lanes.slots, group * self.each, span, False, group if group > 1 else 0
         )
@@ -392,7 +379,7 @@ class _Heads(FixedStep):
         if group > 1:
             self._place_lanes(self.each)
         causal = torch.ones(group, self.each, self.each, dtype=torch.bool, device=self.pool.device).tril()
-        _Whole._show(self, self.rows.lists.tree, causal)  # type: ignore[arg-type]
+        _show(self.rows.lists.tree, causal)
 
     def read(self, before: torch.Tensor, kept: Walk, hidden: torch.Tensor) -> None:
         """Rows [lanes, deepest + 1] that were kept behind so many tokens of text `before`."""
@@ -412,6 +399,21 @@ class _Heads(FixedStep):
         states = hidden.gather(1, wide(kept.rows)[..., None].expand(-1, -1, hidden.shape[2]))
         last = (kept.counts - 1).clamp(min=0) + torch.arange(self.group, device=before.device) * self.each
         self.source.read(rows, states.flatten(0, 1), last, self.lanes, self.choices, self.needs)
+
+
+def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:
+    """Write what rows see of each other [lanes, rows, rows] as bits among the rows of all lanes [all rows, words]."""
+    words = pack(sees)  # [lanes, rows, words]
+    lanes, each, count = words.shape
+    if lanes == 1:
+        tree[:, :count].copy_(words[0])
+        return
+    lane = torch.arange(lanes, device=tree.device)
+    if each < 64:  # several lanes share a word
+        words = words << (lane * each % 64)[:, None, None]
+    place = (lane * each // 64)[:, None] + torch.arange(count, device=tree.device)
+    tree.zero_()
+    tree.view(lanes, each, -1).scatter_(2, place[:, None].expand(-1, each, -1), words)
 
 
 def _group(lane: int) -> int:
