@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Path = tuple[int, ...]
@@ -262,3 +262,16 @@ def keep(slots: Sequence[int], start: int, count: int, path: Sequence[int]) -> l
     window = slots[start : start + count]
     others = [slot for row, slot in enumerate(window) if row not in path]
     return [*slots[:start], *(window[row] for row in path), *others, *slots[start + count :]]
+
+
+def sequential_paths(
+    likely: Callable[[Path], list[tuple[int, float]]], depth: int, top: int, beam: int
+) -> dict[Path, float]:
+    """Paths by heads that know the guesses before them, `likely` after each; from a depth the `beam` best go on."""
+    found: dict[Path, float] = {}
+    level: dict[Path, float] = {(): 0.0}
+    for _ in range(depth):
+        best = sorted(level, key=lambda path: -level[path])[:beam]
+        level = {(*path, token): level[path] + chance for path in best for token, chance in likely(path)[:top]}
+        found |= level
+    return found

@@ -194,7 +194,7 @@ def test_heads_draft_in_graphs(kind: str, sampling: Sampling) -> None:
     steps = [list(decoder.stream(prompt, method=decoder.prepare(method), **options)) for decoder in (plain, graphs)]
     for found in steps:
         assert [token for step in found for token in step.tokens] == expected.token_ids
-    assert bool(graphs.engine._programs) == (kind != "hydra")
+    assert graphs.engine._programs
     assert any("head" in source for step in steps[1] for source in step.draft.sources)
 
 

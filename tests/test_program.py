@@ -23,6 +23,7 @@ from outpace import (
     BatchError,
     CostCurve,
     Decoder,
+    Hydra,
     InputError,
     InvalidLogits,
     Jacobi,
@@ -61,8 +62,16 @@ PLAIN: dict[str, Method] = {
     "lookahead by token": Lookahead(window=3, ngram=3, guesses=3, shift="token", reach=0, longest_key=2),
     "lookahead without guesses": Lookahead(window=3, ngram=3, guesses=0),
 }
-QUICK = ("autoregressive", "prompt-lookup", "lookahead", "lookahead as published", "medusa", "amphista by a tree")
-HEADED = ("medusa", "medusa by a tree", "amphista", "amphista by a tree")
+QUICK = (
+    "autoregressive",
+    "prompt-lookup",
+    "lookahead",
+    "lookahead as published",
+    "medusa",
+    "hydra",
+    "amphista by a tree",
+)
+HEADED = ("medusa", "medusa by a tree", "hydra", "amphista", "amphista by a tree")
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.8, seed=3),
@@ -101,7 +110,7 @@ def method_of(name: str, label: str) -> Method:
         return PLAIN[label]
     kind, _, tree = label.partition(" ")
     settings: dict[str, Any] = {"tree": TREE} if tree else {"rows": 12}
-    cls = {"medusa": Medusa, "amphista": Amphista}[kind]
+    cls = {"medusa": Medusa, "hydra": Hydra, "amphista": Amphista}[kind]
     return shared(name).prepare(cls(heads=random_heads(kind, tiny(name)), **settings))
 
 

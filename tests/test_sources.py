@@ -17,7 +17,7 @@ from outpace.methods.lookahead import PUBLISHED
 from outpace.models.hf import HFModel
 from outpace.picking import Picker, likeliest
 from outpace.runtime.graphs import GraphEngine
-from outpace.sources.heads import HeadGuesses, likely_paths
+from outpace.sources.heads import HeadGuesses, SequentialGuesses, likely_paths
 from outpace.sources.history import History, matches
 from outpace.sources.jacobi import Jacobi
 from outpace.sources.ngrams import NONE, Ngrams
@@ -276,6 +276,46 @@ def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: f
         expected = oracles.head_paths(foreseen.tokens.tolist(), foreseen.chances.tolist(), ranks)
         assert_alike(offered(nodes, lane), expected)
     assert (nodes.sources == nodes.depths - 1).all()
+
+
+@settings(max_examples=20)
+@given(draw=st.randoms(use_true_random=False), top=st.integers(1, 4), beam=st.integers(1, 5))
+def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, beam: int) -> None:
+    words = 7
+    torch.manual_seed(draw.randrange(2**32))
+    table = torch.randn(3, 50, words)
+
+    def logits_after(tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(1, tokens.shape[1] + 1)
+        return table[tokens.shape[1] - 1, (tokens * places * 3).sum(1) % 50]
+
+    class Heads:
+        count = 3
+
+        def guess(self, ends: Any, final: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            return logits_after(tokens)
+
+    class Ends:
+        @staticmethod
+        def norm(states: torch.Tensor) -> torch.Tensor:
+            return states
+
+    class Kept:
+        tokens = torch.tensor([draw.randrange(words) for _ in range(LANES)])
+
+    source = SequentialGuesses(Heads(), (Ends, None, 0), top, beam, LANES + 1, CPU)
+    texts = texts_of(draw)
+    lanes, choices = lanes_with(texts, [0] * LANES), Choices(LANES, words, CPU)
+    source.read(Kept, torch.zeros(LANES, 1), torch.arange(LANES), lanes, choices, frozenset())
+    (nodes,) = source.guess(lanes, torch.full((LANES,), 9))
+    assert nodes.tokens.shape[1] == source.nodes
+    for lane, newest in enumerate(Kept.tokens.tolist()):
+
+        def likely(path: Path, newest: int = newest) -> list[tuple[int, float]]:
+            tokens, chances = likeliest(logits_after(torch.tensor([[newest, *path]])), words)[:, 0].tolist()
+            return [(int(token), chance) for token, chance in zip(tokens, chances, strict=True)]
+
+        assert_alike(offered(nodes, lane), oracles.sequential_paths(likely, 3, top, beam))
 
 
 def test_paths_of_ranks_have_their_beginnings_before_them() -> None:

@@ -39,6 +39,15 @@ class HydraHeads(Heads):
         """What the output head reads after `head` guesses: `tokens` are the newest token and those, side by side."""
         return final + F.silu(self.from_state[head](final) + self.from_tokens[head](tokens))
 
+    def guess(self, ends: Ends, final: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[lines, vocabulary] logits of the head that comes next, from normed states [lines, width] and tokens.
+
+        `tokens` [lines, 1 + depth] are the newest token and the guesses behind it.
+        """
+        depth = tokens.shape[1] - 1
+        embedded = self.token_norm(ends.embed(tokens))
+        return self.logits(self.read(depth, final, embedded.flatten(1))[None], ends, depth)[0]
+
     def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
         return _Follower(self, ends)
 
@@ -51,8 +60,6 @@ class _Follower(Follower):
         self.newest = tokens[-1:]
 
     def guess(self, paths: torch.Tensor) -> torch.Tensor:
-        count, depth = paths.shape
+        count = len(paths)
         tokens = torch.cat([self.newest.expand(count, 1), paths], 1)
-        embedded = self.heads.token_norm(self.ends.embed(tokens))
-        states = self.heads.read(depth, self.final.expand(count, -1), embedded.flatten(1))
-        return self.heads.logits(states[None], self.ends, depth)[0]
+        return self.heads.guess(self.ends, self.final.expand(count, -1), tokens)

@@ -25,7 +25,7 @@ from ..pool import Numbers
 from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
-from ..sources.heads import HeadGuesses, likely_paths, make_places
+from ..sources.heads import HeadGuesses, SequentialGuesses, likely_paths, make_places
 from ..sources.history import PLACES
 from ..sources.history import History as Repeated
 from .base import Drafter, Method, prices_of
@@ -33,6 +33,7 @@ from .ngrams import History
 
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
+BEAM = 8  # paths that a program follows from depth to depth, where heads wait for each other
 CONSIDERED = 2  # so many paths of ranks for each row
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
@@ -141,8 +142,8 @@ class Headed(Method):
 
     def plan(self, engine: Engine) -> Plan | None:
         heads, about = self.heads.heads, self.heads.about
-        if heads.sequential:
-            return None
+        if heads.sequential and self.tree != "confidence":
+            return None  # the host plants trees of ranks for these
         costs = engine.costs if self.priced else None
         grown = isinstance(self.tree, str)
         idle = bool(costs and grown and self.heads.shipped and costs.paces.get(self.name, 1.0) < 1.0)
@@ -161,7 +162,10 @@ class Headed(Method):
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
-            if paths and not idle:
+            if heads.sequential and not idle:
+                beam = min(self.beam, BEAM)
+                found.append(SequentialGuesses(heads, shared, self.top, beam, lanes, device, self.coupled))
+            elif paths and not idle:
                 make_places(heads, shared, device)
                 found.append(HeadGuesses(heads, shared, paths, lanes, device, self.coupled, worths, compiled))
             if repeated:

@@ -20,7 +20,52 @@ Ranks: TypeAlias = "tuple[int, ...]"
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
 
 
-class HeadGuesses(Reading):
+class _Expecting(Reading):
+    """What sources that draft with heads share: from logits to guesses.
+
+    coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
+    """
+
+    def __init__(self, heads: Any, shared: tuple[Any, Any, int], top: int, coupled: bool) -> None:
+        self.heads, self.shared, self.top, self.coupled = heads, shared, top, coupled
+        self.deepest = heads.count
+        self.names = tuple(f"head {depth}" for depth in range(1, heads.count + 1))
+
+    def expected(
+        self, logits: torch.Tensor, ahead: torch.Tensor, texts: Texts, choices: Choices, needs: frozenset[str]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log chances [lanes, lines, top] from logits [lanes, lines, words].
+
+        `ahead` [lanes, lines] are the positions of the tokens that they guess.
+        """
+        noised = "noise" in needs
+        lanes, lines, words = logits.shape
+        named = min(max(NOISED, self.top) if noised else self.top, words)
+        quick = fused.usable(logits.device) and named <= fused.FEW
+        found = (fused.likeliest if quick else likeliest)(logits.flatten(0, 1), named).view(2, lanes, lines, -1)
+        tokens, chances = found[0].long(), found[1].float()
+        if noised:
+            tokens, chances = self._foreseen(tokens, chances, ahead, texts, choices)
+        missing = max(self.top - tokens.shape[2], 0)  # where there are fewer words
+        return F.pad(tokens[..., : self.top], (0, missing)), F.pad(chances[..., : self.top], (0, missing), value=NEVER)
+
+    def _foreseen(
+        self, tokens: torch.Tensor, chances: torch.Tensor, ahead: torch.Tensor, texts: Texts, choices: Choices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The guesses in the order of what the target will draw, with its noise, as `Picker.foresee` has it."""
+        warm = choices.temperature[: texts.lanes, None, None]
+        warmed = chances / torch.where(warm > 0, warm, 1.0)
+        if self.coupled:
+            warmed = warmed + gumbel(texts.seeds[:, None].expand_as(ahead), ahead, 0, tokens).float()
+        warmed, order = warmed.sort(dim=-1, descending=True)
+        drawn = warm > 0
+        return (
+            torch.where(drawn, tokens.gather(-1, order), tokens),
+            torch.where(drawn, warmed.log_softmax(-1), chances),
+        )
+
+
+class HeadGuesses(_Expecting):
     """Paths of ranks: at each depth one of the best guesses of that depth's head.
 
     paths: the ranks that are considered, each with its beginning among them.
@@ -40,11 +85,9 @@ class HeadGuesses(Reading):
         worths: Sequence[float] | None = None,
         compiled: bool = False,
     ) -> None:
-        self.heads, self.shared, self.coupled = heads, shared, coupled
-        count = self.deepest = heads.count
-        self.names = tuple(f"head {depth}" for depth in range(1, count + 1))
+        super().__init__(heads, shared, 1 + max((max(path) for path in paths), default=0), coupled)
+        count = heads.count
         self.nodes = len(paths)
-        self.top = 1 + max((max(path) for path in paths), default=0)
         self._tokens = torch.zeros(lanes, count * self.top, dtype=torch.long, device=device)
         self._chances = torch.full((lanes, count * self.top), NEVER, device=device)
         self._depths = torch.tensor([len(path) for path in paths], device=device)
@@ -67,12 +110,7 @@ class HeadGuesses(Reading):
         follower = self.heads.follow(*self.shared)
         states = torch.cat(hidden)
         follower.feed(states, torch.tensor(sequence.tokens[-len(states) :], device=states.device), sequence)
-        logits = follower.guesses()
-        texts = Texts(1, 1, states.device)
-        texts.lengths[:], texts.seeds[:] = len(sequence.tokens), signed(sampling.seed)
-        choices = Choices(1, logits.shape[-1], states.device)
-        choices.open(0, sampling, ())
-        self._take(slice(lane, lane + 1), logits[:, None], texts, choices, needs_of(sampling))
+        self._take(lane, follower.guesses()[:, None], *alone(sequence, sampling, states.device))
 
     def read(
         self,
@@ -83,38 +121,14 @@ class HeadGuesses(Reading):
         choices: Choices,
         needs: frozenset[str],
     ) -> None:
-        logits = self._fixed(*self.shared, rows, hidden, last)
-        self._take(slice(len(last)), logits, texts, choices, needs)
+        self._take(0, self._fixed(*self.shared, rows, hidden, last), texts, choices, needs)
 
-    def _take(self, lanes: slice, logits: torch.Tensor, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
-        """What the heads expect [count, lanes, words] are the guesses of these lanes from now on."""
-        noised = "noise" in needs
-        lines, named = logits.flatten(0, 1), min(max(NOISED, self.top) if noised else self.top, logits.shape[-1])
-        quick = fused.usable(logits.device) and named <= fused.FEW
-        found = (fused.likeliest if quick else likeliest)(lines, named)
-        found = found.view(2, *logits.shape[:2], -1).transpose(1, 2)  # [2, lanes, count, named]
-        tokens, chances = found[0].long(), found[1].float()
-        if noised:
-            tokens, chances = self._foreseen(tokens, chances, texts, choices)
-        missing = self.top - tokens.shape[2]  # where there are fewer words
-        self._tokens[lanes] = F.pad(tokens[..., : self.top], (0, max(missing, 0))).flatten(1)
-        self._chances[lanes] = F.pad(chances[..., : self.top], (0, max(missing, 0)), value=NEVER).flatten(1)
-
-    def _foreseen(
-        self, tokens: torch.Tensor, chances: torch.Tensor, texts: Texts, choices: Choices
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The guesses in the order of what the target will draw, with its noise, as `Picker.foresee` has it."""
-        warm = choices.temperature[: texts.lanes, None, None]
-        warmed = chances / torch.where(warm > 0, warm, 1.0)
-        if self.coupled:
-            ahead = texts.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-            warmed = warmed + gumbel(texts.seeds[:, None].expand_as(ahead), ahead, 0, tokens).float()
-        warmed, order = warmed.sort(dim=-1, descending=True)
-        drawn = warm > 0
-        return (
-            torch.where(drawn, tokens.gather(-1, order), tokens),
-            torch.where(drawn, warmed.log_softmax(-1), chances),
-        )
+    def _take(self, first: int, logits: torch.Tensor, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
+        """What the heads expect [count, lanes, words] are the guesses of the lanes from `first` on from now on."""
+        ahead = texts.lengths[:, None] + torch.arange(len(logits), device=logits.device)
+        tokens, chances = self.expected(logits.transpose(0, 1), ahead, texts, choices, needs)
+        lanes = slice(first, first + texts.lanes)
+        self._tokens[lanes], self._chances[lanes] = tokens.flatten(1), chances.flatten(1)
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         lanes = texts.lanes
@@ -130,6 +144,104 @@ class HeadGuesses(Reading):
         depths = self._depths.expand(lanes, -1)
         newest = tokens.gather(2, depths[..., None] - 1)[..., 0]
         return [Nodes(newest, depths, hashes, chances, self.first + depths - 1)]
+
+
+class SequentialGuesses(_Expecting):
+    """Hydra's: a head knows the guesses before it, so guesses come one depth after the other, in a fixed loop.
+
+    From each depth the `beam` likeliest paths are followed to the next.
+    """
+
+    def __init__(
+        self,
+        heads: Any,
+        shared: tuple[Any, Any, int],
+        top: int,
+        beam: int,
+        lanes: int,
+        device: torch.device,
+        coupled: bool = True,
+    ) -> None:
+        super().__init__(heads, shared, top, coupled)
+        self.beam = beam
+        widths = [top]  # nodes of each depth
+        while len(widths) < heads.count:
+            widths.append(min(beam, widths[-1]) * top)
+        self.nodes = sum(widths)
+        self._tokens = torch.zeros(lanes, self.nodes, dtype=torch.long, device=device)
+        self._chances = torch.full((lanes, self.nodes), NEVER, device=device)
+        self._paths = torch.zeros(lanes, self.nodes, heads.count + 1, dtype=torch.long, device=device)
+        depths = [depth for depth, width in enumerate(widths, 1) for _ in range(width)]
+        self._depths = torch.tensor(depths, device=device)
+
+    def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
+        self._chances[lane] = NEVER
+
+    def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Sampling) -> None:
+        if hidden:
+            newest = torch.tensor(sequence.tokens[-1:], device=hidden[-1].device)
+            self._grow(lane, hidden[-1][-1:], newest, *alone(sequence, sampling, newest.device))
+
+    def read(
+        self,
+        rows: Any,
+        hidden: torch.Tensor,
+        last: torch.Tensor,
+        texts: Texts,
+        choices: Choices,
+        needs: frozenset[str],
+    ) -> None:
+        self._grow(0, hidden.index_select(0, last), rows.tokens.index_select(0, last), texts, choices, needs)
+
+    def _grow(
+        self,
+        first: int,
+        hidden: torch.Tensor,
+        newest: torch.Tensor,
+        texts: Texts,
+        choices: Choices,
+        needs: frozenset[str],
+    ) -> None:
+        """Guess behind the newest tokens [lanes] and the states before them [lanes, width]."""
+        ends, _, _ = self.shared
+        final, lanes, at = ends.norm(hidden), len(newest), 0
+        mine = slice(first, first + lanes)
+        words = newest[:, None, None]  # [lanes, paths, 1 + depth]
+        worth = torch.zeros(lanes, 1, device=hidden.device)
+        ways = torch.zeros(lanes, 1, 1, dtype=torch.long, device=hidden.device)  # hashes of the paths
+        for depth in range(self.deepest):
+            paths = words.shape[1]
+            states = final[:, None].expand(-1, paths, -1).flatten(0, 1)
+            logits = self.heads.guess(ends, states, words.flatten(0, 1)).view(lanes, paths, -1)
+            ahead = (texts.lengths[:, None] + depth).expand(-1, paths)
+            tokens, chances = self.expected(logits, ahead, texts, choices, needs)
+            grown = (worth[..., None] + chances).flatten(1)  # [lanes, paths × top]
+            words = torch.cat([words[:, :, None].expand(-1, -1, self.top, -1), tokens[..., None]], 3).flatten(1, 2)
+            hashed = ways[:, :, None, -1] + mix(tokens, depth + 1)
+            ways = torch.cat([ways[:, :, None].expand(-1, -1, self.top, -1), hashed[..., None]], 3).flatten(1, 2)
+            nodes = slice(at, at + grown.shape[1])
+            self._tokens[mine, nodes], self._chances[mine, nodes] = tokens.flatten(1), grown
+            self._paths[mine, nodes, : depth + 2] = ways
+            at = nodes.stop
+            worth, best = grown.topk(min(self.beam, grown.shape[1]), 1)
+            words = words.gather(1, best[..., None].expand(-1, -1, words.shape[2]))
+            ways = ways.gather(1, best[..., None].expand(-1, -1, ways.shape[2]))
+
+    def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
+        lanes = texts.lanes
+        depths = self._depths.expand(lanes, -1)
+        return [
+            Nodes(self._tokens[:lanes], depths, self._paths[:lanes], self._chances[:lanes], self.first + depths - 1)
+        ]
+
+
+def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Texts, Choices, frozenset[str]]:
+    """One text as a lane of its own, and how its tokens are chosen: for what happens before it has a lane."""
+    texts = Texts(1, 1, device)
+    texts.lengths[:], texts.seeds[:] = len(sequence.tokens), signed(sampling.seed)
+    choices = Choices(1, 1, device)
+    choices.temperature[:] = sampling.temperature
+    return texts, choices, needs_of(sampling)
 
 
 def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) -> None:
