@@ -112,7 +112,7 @@ def test_on_fixed_rows_too(exact_rows: int) -> None:
     decoder = graph_decoder(exact_rows=exact_rows, capacity=2048)
     assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
     assert isinstance(decoder.engine, GraphEngine)
-    assert any(key[-1] for key in decoder.engine._graphs) == (exact_rows == 0)
+    assert any(key[-2] for key in decoder.engine._graphs) == (exact_rows == 0)
 
 
 def test_more_texts_and_rows_than_a_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
