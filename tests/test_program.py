@@ -35,6 +35,7 @@ from outpace import (
     Step,
 )
 from outpace.bench.calibration import calibrate
+from outpace.loop import decode
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models.hf import HFModel
 from outpace.receipt import check
@@ -481,4 +482,16 @@ def test_texts_that_may_not_share_a_forward_do_not(monkeypatch: pytest.MonkeyPat
     expected = [Decoder(model).generate(prompt, method="autoregressive", max_new_tokens=12) for prompt in prompts]
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     assert set(groups) == {0}
+    assert engine.pool.held == 0
+
+
+def test_a_text_without_a_limit_takes_slots_as_it_grows() -> None:
+    """As transformers' hook may ask for one. The context is larger than the pool, and the text is not."""
+    model = tiny("Llama")
+    engine = GraphEngine(HFModel(model), compiled=False, capacity=60)
+    prompt = prompt_of(1)
+    left = [None] * 7 + ["stop"]
+    steps = list(decode(engine, PromptLookup(), prompt, Sampling(), lambda token: left.pop(0)))
+    expected = plain_decoder("Llama").generate(prompt, max_new_tokens=8).token_ids
+    assert [token for step in steps for token in step.tokens] == expected
     assert engine.pool.held == 0

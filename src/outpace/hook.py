@@ -51,7 +51,8 @@ def generate(
     with Writing() as writing:
         for text in texts:
             processors = [text.wrapped(processor) for processor in logits_processor or ()]
-            writing.add(Request(engine, prepared, text.prompt, _sampling(generation_config, processors), text.stop))
+            how = _sampling(generation_config, processors)
+            writing.add(Request(engine, prepared, text.prompt, how, text.stop, _most(generation_config, input_ids)))
         while writing:
             with engine.turns:
                 events = writing.step()
@@ -196,6 +197,12 @@ def _refuse_what_is_not_supported(input_ids: torch.Tensor, generation_config: An
         raise InputError("there are no input_ids: Outpace needs the prompt's token ids, not inputs_embeds.")
     if getattr(generation_config, "return_dict_in_generate", False):
         raise InputError("return_dict_in_generate=True is not supported with Outpace: it returns the token ids.")
+
+
+def _most(generation_config: Any, input_ids: torch.Tensor) -> int | None:
+    """How many tokens transformers' criteria allow at most; None where only the context ends a text."""
+    longest = getattr(generation_config, "max_length", None)
+    return longest - input_ids.shape[1] if isinstance(longest, int) and longest > input_ids.shape[1] else None
 
 
 def _sampling(generation_config: Any, processors: Sequence[Processor]) -> Sampling:

@@ -115,7 +115,7 @@ class Program:
         """A lane for a text that nothing is computed of yet, and slots for all that it may become.
 
         It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. None where
-        no lane is free, or there is no graph for so many.
+        no lane is free, there is no graph for so many, or the context is larger than the pool.
         """
         lane = self._free()
         if lane is None:
@@ -123,10 +123,13 @@ class Program:
         limit = self._limit(len(sequence.tokens), more)
         behind = len(sequence.tokens) - 1 - len(sequence.slots)
         grown = max(limit - len(sequence.tokens), 0)
-        sequence.reserved = self.engine.pool.allocate(behind + grown + self.margin)
+        pool, needed = self.engine.pool, behind + grown + self.margin
+        if more is None and pool.held + needed > pool.capacity:
+            return None  # nobody asked for so much: the host gives slots as they are needed
+        sequence.reserved = pool.allocate(needed)
         needs = self.choices.needs | needs_of(sampling)
         if self._graph(_group(lane), self._span(limit), needs) is None:  # not in the midst of a text
-            self.engine.pool.free(sequence.reserved)
+            pool.free(sequence.reserved)
             sequence.reserved = []
             return None
         self._reserved.add(lane)
