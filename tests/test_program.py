@@ -463,6 +463,7 @@ def test_whole_steps_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
     flat = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),))
     monkeypatch.setattr("outpace.bench.calibration.measure", lambda engine, done: flat)
+    monkeypatch.setattr("outpace.bench.calibration.TOKENS", 5)
     curve = calibrate(decoder)
     assert curve.paces["prompt-lookup"] > 0
     assert curve.drafting["prompt-lookup"] == 0
