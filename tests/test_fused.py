@@ -40,6 +40,7 @@ def steps_of(method: Method, texts: int, monkeypatch: pytest.MonkeyPatch, kernel
     """Everything that the steps of some texts did."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "usable", lambda device: kernels)
+        patch.setattr(attention, "INTERPRET", False)  # it has tests of its own, and takes minutes
         model = tiny("Llama").to(DEVICE)
         decoder = Decoder(model)
         decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
