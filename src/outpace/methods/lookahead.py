@@ -28,11 +28,11 @@ from ..pool import Sequence
 from ..runtime.costs import Prices
 from ..runtime.plain import Engine
 from ..sources.base import Plan, Source
-from ..sources.history import PLACES
+from ..sources.history import PLACES, TRUST
 from ..sources.history import History as Repeated
 from ..sources.window import Settings, Window
 from .base import Drafter, Method, Size, prices_of
-from .ngrams import TRUST, History, NgramPool
+from .ngrams import History, NgramPool
 
 HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
 DOUBT = 4.0  # looks into the pool that a text is thought to have begun with, right as often as TRUST says

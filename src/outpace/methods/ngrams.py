@@ -11,10 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ..draft import Tree
 from ..runtime.costs import Prices
-
-# How far to believe that the text goes on as it did after the same last 1, 2, 3, 4 or more tokens. What is left of
-# belief goes to the next shorter match. Measured on 60 answers of a small model; the exact values matter little.
-TRUST = (0.1, 0.2, 0.3, 0.5)
+from ..sources.history import TRUST
 
 
 class History:

@@ -136,12 +136,7 @@ class GraphEngine(Engine):
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             if self._compile:
-                self._compile = False
-                warnings.warn(
-                    f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, and slower.",
-                    OutpaceWarning,
-                    stacklevel=2,
-                )
+                self._do_without_compiler(reason)
                 return self.captured(make, size, span, texts)
         warnings.warn(
             f"{self.model.name}: whole steps cannot be captured in a CUDA graph ({reason}). The host stands between "
@@ -360,6 +355,14 @@ class GraphEngine(Engine):
             ahead.wait()  # nothing else may run while a graph is captured
         self._prepared.add(bool(texts))
 
+    def _do_without_compiler(self, reason: str) -> None:
+        self._compile = False
+        warnings.warn(
+            f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, and slower.",
+            OutpaceWarning,
+            stacklevel=3,
+        )
+
     def _capture(
         self, size: int, span: int, layers: tuple[int, int], question: Question | None, texts: int, reads: bool
     ) -> _Graph:
@@ -381,12 +384,7 @@ class GraphEngine(Engine):
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             if self._compile:
-                self._compile = False
-                warnings.warn(
-                    f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, and slower.",
-                    OutpaceWarning,
-                    stacklevel=2,
-                )
+                self._do_without_compiler(reason)
                 return self._capture(size, span, layers, question, texts, reads)
             if self.exact:
                 raise InputError(f"exact mode needs steps that a CUDA graph can capture: {reason}") from error

@@ -125,10 +125,10 @@ class Engine:
         """What takes whole steps of a text without the host; None where the host must stand between."""
         return None
 
-    def read(self, sequence: Sequence, see: See | None = None) -> Asking[None]:
-        """Compute all of the sequence's text but its last token, by asking for the work."""
+    def read(self, sequence: Sequence, see: See | None = None, left: int = 0) -> Asking[None]:
+        """Compute the sequence's text but its last token, and up to `left` before it, by asking for the work."""
         most, _ = self.reading(sequence)
-        while behind := len(sequence.tokens) - 1 - len(sequence.slots):
+        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > left:
             rows = self.pool.place_text(sequence, min(behind, most))
             sequence.asked = len(rows)
             output = yield Work(self, sequence, rows, 0)
@@ -147,14 +147,8 @@ class Engine:
         """`score`, by asking for the work."""
         if not (draft.is_chain or self.model.branches):
             raise AssertionError("a branching draft reached a model that takes chains only")
-        most, left = self.reading(sequence)
-        while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > left:
-            rows = self.pool.place_text(sequence, min(behind, most))
-            sequence.asked = len(rows)
-            output = yield Work(self, sequence, rows, 0)
-            sequence.asked = 0
-            if see:
-                see(output.hidden)
+        _, left = self.reading(sequence)
+        yield from self.read(sequence, see, left)
         output = yield Work(self, sequence, self.pool.place(sequence, draft), len(draft))
         if see and len(output.hidden) > len(draft):
             see(output.hidden[: -len(draft)])

@@ -16,7 +16,7 @@ from ..step.walking import Walk
 class Source:
     """Guesses for the texts of some lanes. Its tensors stay in place, so that a CUDA graph can be captured of it."""
 
-    names: Sequence[str]  # of its sources: `Nodes.source` counts from `first` on
+    names: Sequence[str]  # of its sources: `Nodes.sources` counts from `first` on
     first: int = 0
     deepest: int  # how far ahead its guesses reach
     nodes: int  # how many it offers at most, probes included
