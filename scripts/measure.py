@@ -70,6 +70,7 @@ from outpace.runtime.calibrate import measure
 from outpace.runtime.choose import engine_for
 
 NEW_TOKENS = 128
+GEMMA = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # sha256 of Gemma 3 270M's GGUF file
 PLAIN = Autoregressive()
 SEEDS = range(5)
 
@@ -538,14 +539,15 @@ def show_heads(plot: Path | None) -> None:
 
 
 def assemble(parts: list[Path], folder: Path) -> None:
-    """Make a model folder from the pieces of the embedded model's GGUF file."""
+    """Make a model folder from the pieces of a GGUF file: the embedded model's, or Gemma 3 270M's (docs/design.md)."""
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         gguf = Path(place) / "model.gguf"
         gguf.write_bytes(b"".join(part.read_bytes() for part in parts))
-        bundled._check_digest(gguf, bundled.describe("smollm2-135m").gguf_sha256)
+        gemma = "gemma" in parts[0].name
+        bundled._check_digest(gguf, GEMMA if gemma else bundled.describe("smollm2-135m").gguf_sha256)
         bundled._convert_with_transformers(gguf, folder)
 
 

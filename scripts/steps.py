@@ -4,9 +4,9 @@
     python scripts/steps.py together --model DIR --data FILE --times 8   4, 16 and 64 texts at the same time
     python scripts/steps.py sampling --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
 
-DIR and FILE are as in gpu_session.py; `--times 8` widens the embedded model to 7.25 billion weights, 1 leaves it as it
-is. `--host` also runs every method the other way, with the host between draft, score and verdict. All entries take
-turns on each prompt, in one process.
+DIR and FILE are as in gpu_session.py. `--times 8` widens the embedded model to 7.25 billion weights; 1 leaves it as it
+is, and then it may be any model. `--host` also runs every method the other way, with the host between draft, score and
+verdict. All entries take turns on each prompt, in one process.
 """
 
 from __future__ import annotations
@@ -46,20 +46,24 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
     heads: dict[str, Ready] = {}
     for kind in ("medusa", "amphista"):
         ready = shipped(kind, narrow)
-        assert ready is not None
-        heads[kind] = widen_ready(ready, arguments.times)
+        if ready is not None:
+            heads[kind] = widen_ready(ready, arguments.times)
+    model = widen(small, arguments.times) if arguments.times > 1 else small.to("cuda", DTYPE)
     start = time.perf_counter()
-    decoder = Decoder(widen(small, arguments.times), tokenizer, Autoregressive())
+    decoder = Decoder(model, tokenizer, Autoregressive())
     decoder.generate("Hello", max_new_tokens=1)
     print(f"first token {time.perf_counter() - start:.1f} s after load, compilation and capture included")
     chosen: dict[str, Method] = {
         "plain": Autoregressive(),
         "prompt-lookup (32 rows)": PromptLookup(rows=32, priced=False),
         "lookahead (7, 4, 7)": Lookahead(window=7, ngram=4, guesses=7),
-        "medusa with lookup (64 rows)": Medusa(heads=heads["medusa"], rows=64, priced=False),
-        "amphista with lookup (32 rows)": Amphista(heads=heads["amphista"], rows=32, priced=False),
-        "amphista with lookup (64 rows)": Amphista(heads=heads["amphista"], rows=64, priced=False),
     }
+    if heads:
+        chosen |= {
+            "medusa with lookup (64 rows)": Medusa(heads=heads["medusa"], rows=64, priced=False),
+            "amphista with lookup (32 rows)": Amphista(heads=heads["amphista"], rows=32, priced=False),
+            "amphista with lookup (64 rows)": Amphista(heads=heads["amphista"], rows=64, priced=False),
+        }
     if arguments.only:
         chosen = {name: method for name, method in chosen.items() if name.startswith(("plain", *arguments.only))}
     floors = dict.fromkeys(chosen, 0.0)
@@ -99,14 +103,14 @@ def graph_ms(program: Program, prompt: list[int], group: int = 1) -> tuple[float
         from outpace.runtime.plain import alone
 
         seen: list[torch.Tensor] = []
-        lane = program.reserve(sequence, Sampling(), 700)
+        place = program.reserve(sequence, Sampling(), 700)
         alone(engine.read(sequence, program.sees(seen)))
-        program.open(lane, sequence, Sampling(), seen)
+        program.open(place, sequence, Sampling(), seen)
         try:
             whole = program._graph(group, 1024, frozenset())
             both = median_ms(whole.run, 12)
         finally:
-            program.close(lane)
+            program.close(place)
     if group > 1:
         return both, 0.0
     target = engine._graph(next(size for size in [*engine.sizes] if size >= program.rows), len(prompt))
@@ -133,11 +137,7 @@ def one(arguments: argparse.Namespace) -> None:
 
     for entry in entries:  # graphs are captured
         start = time.perf_counter()
-        for prompt in [
-            *prompts[:2],
-            *(prompts[0] * 9)[:0],
-            *(prompts[0][:1] * size for size in (3, 12, 28, 60, 120, 250)),
-        ]:
+        for prompt in [*prompts[:2], *(prompts[0][:1] * size for size in (3, 12, 28, 60, 120, 250, 380, 500, 760))]:
             write(entry, prompt)
         print(f"{entry}: {time.perf_counter() - start:.1f} s for two texts, captures included", flush=True)
     for prompt in prompts:
@@ -202,14 +202,6 @@ def profile(engine: GraphEngine, methods: dict[str, Method], prompt: list[int]) 
 
 def together(arguments: argparse.Namespace) -> None:
     decoder, methods, _ = prepare(arguments)
-    small = {"prompt-lookup (8 rows)": PromptLookup(rows=8, priced=False)}
-    small |= {
-        f"{name.split()[0]} with lookup (8 rows)": type(method)(heads=method.heads, rows=8, priced=False)
-        for name, method in methods.items()
-        if name == "amphista with lookup (32 rows)"
-    }
-    methods = {name: methods[name] for name in methods if name == "plain"}
-    methods |= {name: decoder.prepare(method) for name, method in small.items()}
     prompts = prompts_of(decoder, arguments, 24)[:64]
     table = Table(
         "method", "texts", "tokens/s", "plain alone = 1", "plain of as many = 1", "while all are written", "of one"
@@ -219,7 +211,7 @@ def together(arguments: argparse.Namespace) -> None:
     for most in arguments.texts:
         for name, method in methods.items():
             some = prompts[: max(4, most)]
-            for _ in range(2):  # the first time graphs are captured
+            for _ in range(3):  # the first time graphs are captured
                 written, spent = written_together(decoder, method, some, most, arguments.tokens)
             speed = sum(map(len, written)) / spent
             writing[name, most] = steady(decoder, method, some[:most], arguments.tokens)

@@ -91,19 +91,19 @@ def test_lists_see_what_the_mask_shows(length: int, heads: int, key_heads: int, 
 def packed_lists(pool: Pool, parts: list[Rows], fill: int, most: int, window: int) -> attention.SlotLists:
     """Rows of several texts, then rows that fill up: they are of an empty text, and see themselves."""
     text = torch.zeros(len(parts) + 1, pool.capacity, dtype=torch.long, device=DEVICE)
-    whose, tiles, first = list[int](), list[tuple[int, int]](), 0
+    whose, tiles, first = list[int](), list[tuple[int, int, int]](), 0
     rows = sum(map(len, parts)) + fill
     among = np.eye(rows, -(-rows // 64) * 64, dtype=np.bool_)
     for number, part in enumerate(parts):
         text[number, : len(part.text)] = torch.tensor(part.text, dtype=torch.long)
         stop = first + len(part)
         whose += [number] * len(part)
-        tiles += [(start, min(start + most, stop)) for start in range(first, stop, most)]
+        tiles += [(start, min(start + most, stop), first) for start in range(first, stop, most)]
         among[first:stop, first:stop] = part.among
         first = stop
     whose += [len(parts)] * fill
-    tiles += [(start, min(start + most, rows)) for start in range(first, rows, most)]
-    tiles += [(0, 0)] * 3
+    tiles += [(start, min(start + most, rows), start) for start in range(first, rows, most)]
+    tiles += [(0, 0, 0)] * 3
     scratch = [pool.scratch] * fill
     return attention.SlotLists(
         text=text,

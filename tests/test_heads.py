@@ -42,6 +42,7 @@ from outpace.models.whole import layer_sizes
 from outpace.picking import Foreseen, Picker, likeliest
 from outpace.reproduce import amphista as reproduce_amphista
 from outpace.runtime.graphs import GraphEngine
+from outpace.sources.heads import quick
 from outpace.training.trainer import Plan, Trainer
 
 from .conftest import VOCABULARY, tiny
@@ -467,3 +468,20 @@ def test_without_heads_the_error_says_how_to_get_some() -> None:
         Decoder(tiny("Llama")).prepare("hydra")
     with pytest.raises(ModelError, match="no folder of heads"):
         Decoder(tiny("Llama")).prepare("hydra", heads="/nowhere")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "amphista"])
+def test_a_quick_twin_guesses_the_same_with_the_same_weights(kind: str) -> None:
+    model = HFModel(tiny("Llama"))
+    heads = random_heads(kind, tiny("Llama"))
+    before = {name: weight.clone() for name, weight in heads.state_dict().items()}
+    states = torch.randn(1, 5, model.width)
+    guessed = heads.states(states, states, model.ends())
+    twin = quick(heads)
+    assert quick(heads) is twin
+    torch.testing.assert_close(twin.states(states, states, model.ends()), guessed)
+    after = heads.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    places = {weight.untyped_storage().data_ptr() for weight in heads.parameters()}
+    assert {weight.untyped_storage().data_ptr() for weight in twin.parameters()} == places

@@ -130,9 +130,7 @@ def assert_all_is_given_back(decoder: Decoder) -> None:
     pool = decoder.engine.pool
     assert (pool.held, pool.used, pool.texts) == (0, 0, 0)
     for each in programs(decoder):
-        assert not any(each._texts)
-        assert not each._reserved
-        assert not any(each._steps)
+        assert each.idle
         assert each.choices.needs == frozenset()
         assert not each.lanes.active().any()
 
@@ -477,13 +475,48 @@ def test_texts_that_may_not_share_a_forward_do_not(monkeypatch: pytest.MonkeyPat
     decoder = Decoder(model)
     decoder.engine = engine = GraphEngine(adapted, compiled=False, capacity=1024)
     groups: list[int] = []
-    monkeypatch.setattr(program, "_group", lambda lane: groups.append(lane) or 1)
+    monkeypatch.setattr(program, "_group", lambda texts: groups.append(texts) or 1)
     prompts = [prompt_of(number) for number in range(3)]
     found = decoder.generate(prompts, method=PromptLookup(), max_new_tokens=12)
     expected = [Decoder(model).generate(prompt, method="autoregressive", max_new_tokens=12) for prompt in prompts]
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
-    assert set(groups) == {0}
+    assert set(groups) == {1}
     assert engine.pool.held == 0
+
+
+@pytest.mark.parametrize("label", ["prompt-lookup", "lookahead", "amphista"])
+def test_texts_that_are_left_move_together(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When others have ended, those in the last lanes go on in the first, with more rows each."""
+    monkeypatch.setattr(program, "ROWS", 8)
+    decoder = decoder_of(tiny("Llama"))
+    sizes: list[tuple[int, int]] = []
+    launch = Program._launch
+
+    def record(self: Program) -> Any:
+        flight = launch(self)
+        assert {*flight.places} <= {*range(program._group(len(flight.places)))}
+        sizes.append((len(flight.places), flight.size))
+        return flight
+
+    monkeypatch.setattr(Program, "_launch", record)
+    prompts = [tuple(prompt_of(seed, 8)) for seed in range(6)]
+    lengths = [3, 3, 3, 3, 12, 30]
+    known = [expected("Llama", prompt, 0, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    assert write(decoder, method_of("Llama", label), prompts, None, lengths) == known
+    alone = [size for texts, size in sizes if texts == 1]
+    many = [size for texts, size in sizes if texts > 4]
+    assert alone
+    assert many
+    assert min(alone) >= max(many)
+
+
+def test_no_step_in_vain_where_the_length_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(tiny("Llama"))
+    launched: list[int] = []
+    launch = Program._launch
+    monkeypatch.setattr(Program, "_launch", lambda self: launched.append(1) or launch(self))
+    write(decoder, Autoregressive(), [tuple(prompt_of(3, 8))], None, 9)
+    assert len(launched) == 9
 
 
 def test_a_text_without_a_limit_takes_slots_as_it_grows() -> None:

@@ -71,9 +71,9 @@ def write(
     program = engine.program_for(method, sampling)
 
     with engine.pool.sequence(prompt, share) as sequence:
-        lane = None if program is None else program.reserve(sequence, sampling, limit)
-        if lane is not None:
-            yield from _by_program(engine, program, lane, sequence, sampling, stop)
+        place = None if program is None else program.reserve(sequence, sampling, limit)
+        if place is not None:
+            yield from _by_program(engine, program, place, sequence, sampling, stop)
             return
         with method.start(engine, sequence, picker) as drafter:
             yield from _by_drafter(engine, drafter, sequence, picker, stop)
@@ -107,7 +107,7 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
         yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
 
 
-def _by_program(engine: Engine, program: Any, lane: int, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
+def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
     """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
     written, finish = 0, None
     seen: list[Any] = []
@@ -116,12 +116,12 @@ def _by_program(engine: Engine, program: Any, lane: int, sequence: Owner, sampli
             yield from engine.read(sequence, program.sees(seen))
         except InvalidLogits as error:
             raise InvalidLogits(f"at new token 1: {error}.") from error
-        program.open(lane, sequence, sampling, seen)
+        program.open(place, sequence, sampling, seen)
         while finish is None:
             clock = _Clock()
             stepped = None
             while stepped is None:
-                stepped = yield Turn(program, lane)
+                stepped = yield Turn(program, place)
             clock.lap("score")
             count = 0
             for token in stepped.tokens:
@@ -130,7 +130,7 @@ def _by_program(engine: Engine, program: Any, lane: int, sequence: Owner, sampli
                 if finish is not None:
                     break
             written += count
-            if finish is None and len(sequence.tokens) + written == program.limit(lane):
+            if finish is None and len(sequence.tokens) + written == place.limit:
                 finish = "length"  # the end of the context: the text rests
             if finish is None and stepped.fault:
                 raise InvalidLogits(
@@ -140,7 +140,7 @@ def _by_program(engine: Engine, program: Any, lane: int, sequence: Owner, sampli
             draft = stepped.draft
             yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
     finally:
-        program.close(lane)
+        program.close(place)
 
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:

@@ -105,9 +105,10 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(shape.width, shape.inner, bias=False)
         self.up_proj = nn.Linear(shape.width, shape.inner, bias=False)
         self.down_proj = nn.Linear(shape.inner, shape.width, bias=False)
+        self.act_fn = nn.SiLU()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        mixed: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
         return mixed
 
 

@@ -33,7 +33,7 @@ class SlotLists(NamedTuple):
     text: torch.Tensor  # [texts, slots] first come the slots of the text
     length: torch.Tensor  # [texts] how many of them
     whose: torch.Tensor  # [rows] which text a row is of
-    tiles: torch.Tensor  # [2 × tiles] rows of one text: the first of each tile, then where each ends; equal: none
+    tiles: torch.Tensor  # [3 × tiles] of each tile the first row, where it ends (equal: none), its text's first row
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]
     tree: torch.Tensor  # [rows, rows / 64] a bit for each other row that the row sees; exact: see `exact`
@@ -48,6 +48,7 @@ LOG2_E = 1.4426950408889634
 BLOCK = 64  # keys at a time
 HEADS = 16  # the most query heads of one key head in a tile
 CHUNK = 32  # the most splits that are merged at a time
+MERGED = 1024  # numbers that one program merges at a time, of several heads where splits are few
 WARPS = 4
 STAGES = 3  # blocks of keys and values that are on their way or at work, where there is shared memory for them
 # Positions that one program walks in exact mode, up to TURN and from there on: bits depend on it, and on EXACT_CHUNK.
@@ -173,7 +174,7 @@ def _launch(
     if lists.packed:
         tile = min(64, max(16, next_power_of_2(lists.packed * group)))
         parts = cdiv(lists.packed, tile // group)
-        programs = len(lists.tiles) // 2 * parts
+        programs = len(lists.tiles) // 3 * parts
     else:
         tile = 64 if lists.exact or rows * group >= 64 else 16
         programs = cdiv(rows, tile // group)
@@ -222,18 +223,20 @@ def _launch(
         kernels.part[(programs, units, splits)](
             *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, *tree, sums, peaks),
             *(*strides, rows, heads, splits, text_splits, split, factor),
-            *(lists.whose, lists.tiles, line, len(lists.tiles) // 2),
+            *(lists.whose, lists.tiles, line, len(lists.tiles) // 3),
             PARTS=parts,
             PACKED=lists.packed > 0,
             **options,
         )
     chunk = EXACT_CHUNK if lists.exact else min(CHUNK, next_power_of_2(splits))
-    kernels.merge[(rows, heads)](
+    several = 1 if lists.exact else max(1, MERGED // (chunk * padded))
+    kernels.merge[(rows, cdiv(heads, several))](
         *(sums, peaks, mixed, rows, heads, splits),
         SIZE=size,
         PADDED=padded,
+        HEADS=several,
         CHUNK=chunk,
-        num_warps=2 if chunk == CHUNK else 1,
+        num_warps=2 if several > 1 or chunk == CHUNK else 1,
         **early(query.device),
     )
     return mixed

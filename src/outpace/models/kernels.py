@@ -120,17 +120,20 @@ def part(
 ):  # fmt: skip
     """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows.
 
-    PACKED: the rows are of several texts, and tables say which this tile has. It does one of PARTS of them.
-    A split that the text does not reach has a peak of minus infinity, and no sums.
+    No row sees a later one. PACKED: the rows are of several texts, and tables say which this tile has, and where the
+    rows of its text begin. It does one of PARTS of them. A split that the text does not reach has a peak of minus
+    infinity, and no sums.
     """
     _wait(EARLY)
     unit, split = tl.program_id(1), tl.program_id(2)
     first_row = tl.program_id(0) * (TILE // GROUP)
     row_stop = rows
+    begins = 0
     if PACKED:
         entry = tl.program_id(0) // PARTS
         first_row = (tl.load(tiles + entry) + tl.program_id(0) % PARTS * (TILE // GROUP)).to(tl.int32)
         row_stop = tl.load(tiles + tile_count + entry).to(tl.int32)
+        begins = tl.load(tiles + 2 * tile_count + entry).to(tl.int32) // BLOCK * BLOCK
         mine = tl.load(whose + first_row, mask=first_row < row_stop, other=0)
         length += mine
         text += mine * text_line
@@ -149,6 +152,7 @@ def part(
     among = split >= text_splits
     start = (split - (text_splits if among else 0)) * walk
     limit = start + walk
+    start = tl.maximum(start, begins if among else 0)
     at = tl.zeros([TILE], tl.int64)
     if WINDOW > 0:
         at = tl.load(positions + row, mask=real, other=0)
@@ -165,9 +169,10 @@ def part(
     weights = peaks + (splits + split) * rows * heads
     peaks += split * rows * heads
     if among:
+        stop = tl.minimum(tl.minimum(first_row + TILE // GROUP, row_stop), limit)
         if first_row < row_stop:
             _walk(
-                q, slot, spare, listed, start, tl.minimum(rows, limit), keys, values, key_slot, value_slot, factor,
+                q, slot, spare, listed, start, stop, keys, values, key_slot, value_slot, factor,
                 row, head, real, at, positions, tree, tree_row, heads, sums, peaks, weights,
                 True, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, PACKED, INDEX,
             )  # fmt: skip
@@ -186,32 +191,35 @@ def part(
 @triton.jit(do_not_specialize=VARYING)
 def merge(
     sums, peaks, mixed, rows, heads, splits,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and head: all its splits as one softmax."""
+    """One row and HEADS heads: all splits of each as one softmax."""
     _wait(EARLY)
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     part = tl.arange(0, PADDED)
-    peak = float("-inf")
-    weight = 0.0
-    total = tl.zeros([PADDED], tl.float32)
+    real = head < heads
+    within = (part < SIZE)[None, None, :]
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    weight = tl.zeros([HEADS], tl.float32)
+    total = tl.zeros([HEADS, PADDED], tl.float32)
     for chunk in range(0, splits, CHUNK):
         split = chunk + tl.arange(0, CHUNK)
-        there = split < splits
-        stored = (split * rows + row) * heads + head
+        there = real[:, None] & (split < splits)[None, :]
+        stored = (split[None, :] * rows + row) * heads + head[:, None]
         peaks_here = tl.load(peaks + stored, mask=there, other=float("-inf"))
         weights = tl.load(peaks + splits * rows * heads + stored, mask=there, other=0.0)
-        totals = tl.load(
-            sums + stored[:, None] * SIZE + part[None, :], mask=there[:, None] & (part < SIZE)[None, :], other=0.0
-        )
-        higher = tl.maximum(peak, tl.max(peaks_here))
+        places = sums + stored[:, :, None] * SIZE + part[None, None, :]
+        totals = tl.load(places, mask=there[:, :, None] & within, other=0.0)
+        higher = tl.maximum(peak, tl.max(peaks_here, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, shares = tl.exp2(peak - base), tl.exp2(peaks_here - base)
+        fade, shares = tl.exp2(peak - base), tl.exp2(peaks_here - base[:, None])
         used = peaks_here > float("-inf")  # the others have no sums, but whatever lay there
-        weight = weight * fade + tl.sum(tl.where(used, weights, 0.0) * shares)
-        total = total * fade + tl.sum(tl.where(used[:, None], totals, 0.0) * shares[:, None], 0)
+        weight = weight * fade + tl.sum(tl.where(used, weights, 0.0) * shares, 1)
+        total = total * fade[:, None] + tl.sum(tl.where(used[:, :, None], totals, 0.0) * shares[:, :, None], 1)
         peak = higher
-    tl.store(mixed + (row * heads + head) * SIZE + part, total / weight, mask=part < SIZE)
+    place = mixed + (row * heads + head)[:, None] * SIZE + part[None, :]
+    weight = tl.where(real, weight, 1.0)
+    tl.store(place, total / weight[:, None], mask=real[:, None] & (part < SIZE)[None, :])
 
 
 @triton.jit

@@ -29,12 +29,12 @@ class FixedStep:
         # Sizes that differ from each other are compiled as sizes that may change independently.
         self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
         tiles = size // self._tile + texts + 1 if texts else 3
-        parts = [len(text), size, 2 * tiles, size, size, size, size * width]
+        parts = [len(text), size, 3 * tiles, size, size, size, size * width]
         self._host = torch.zeros(sum(parts), dtype=torch.long, pin_memory=self.on_gpu)
         lengths, whose, table, tokens, positions, slots, tree = torch.split(self._host, parts)
         self._lengths: Numbers = lengths.numpy()
         self._whose: Numbers = whose.numpy()
-        self._tiles: Numbers = table.view(2, tiles).numpy()
+        self._tiles: Numbers = table.view(3, tiles).numpy()
         self._rows: Numbers = self._host.numpy()[sum(parts[:3]) : sum(parts[:6])].reshape(3, size)
         self._tree: Numbers = tree.view(size, width).numpy()
         # A row that fills up sees itself beyond the text: in exact mode by its slot, otherwise by a bit.
@@ -98,7 +98,7 @@ class FixedStep:
 
     def _fill_packed(self, parts: list[Rows], lines: list[int]) -> None:
         among = self._itself.copy()
-        tiles: list[tuple[int, int]] = []
+        tiles: list[tuple[int, int, int]] = []
         first = 0
         for rows, line in zip(parts, lines, strict=True):
             stop = first + len(rows)
@@ -106,11 +106,11 @@ class FixedStep:
             self._whose[first:stop] = line
             self._lengths[line] = len(rows.text)
             among[first:stop, first:stop] = rows.among
-            tiles += [(start, min(start + self._tile, stop)) for start in range(first, stop, self._tile)]
+            tiles += [(start, min(start + self._tile, stop), first) for start in range(first, stop, self._tile)]
             first = stop
         self._rows[:, first:] = [[0], [0], [self.pool.scratch]]
         self._whose[first:] = len(self._lengths) - 1  # the text that is empty
-        tiles += [(start, min(start + self._tile, self.size)) for start in range(first, self.size, self._tile)]
+        tiles += [(start, min(start + self._tile, self.size), start) for start in range(first, self.size, self._tile)]
         self._tiles[:] = 0
         self._tiles[:, : len(tiles)] = np.array(tiles).T
         self._tree[:] = bits(among)
@@ -122,7 +122,7 @@ class FixedStep:
         starts = [start for text in range(texts) for start in range(text * each, (text + 1) * each, self._tile)]
         stops = [min(start + self._tile, (start // each + 1) * each) for start in starts]
         self._tiles[:] = 0
-        self._tiles[:, : len(starts)] = [starts, stops]
+        self._tiles[:, : len(starts)] = [starts, stops, [start // each * each for start in starts]]
         self._box.copy_(self._host)
 
     def launch(self, numbers: Numbers, tree: Numbers, past: int) -> None:

@@ -30,14 +30,16 @@ from ..models.ahead import Ahead
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Pool, Rows, Sequence
+from ..step.texts import put
 from .costs import CostCurve
 from .fixed import WIDTH, FixedStep
 from .plain import Engine, Question, Work, answered, joined
 from .program import LANES, Program
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
-READING = 256  # rows of one text at a time
-LARGE = (512, 1024)  # further sizes of graphs that read several texts together
+READING = 512  # rows of one text at a time
+LARGE = (384, 512, 768, 1024)  # further sizes of graphs that only read
+EXACTLY = 256  # rows of a text at a time in exact mode
 RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 FIRST_SPAN = 1024
 PRIME = 11
@@ -82,11 +84,11 @@ class GraphEngine(Engine):
 
     @property
     def most_rows(self) -> int:
-        return READING if self.exact else LARGE[-1]
+        return EXACTLY if self.exact else LARGE[-1]
 
     @property
     def most_drafted(self) -> int:
-        return max(self.sizes, default=READING)
+        return max(self.sizes, default=SIZES[-1])
 
     @property
     def most_texts(self) -> int:
@@ -147,7 +149,7 @@ class GraphEngine(Engine):
         return None
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
-        return READING, RIDERS if sequence.slots else 0
+        return EXACTLY if self.exact else READING, RIDERS if sequence.slots else 0
 
     def climb(
         self,
@@ -214,7 +216,7 @@ class GraphEngine(Engine):
         tails = rows.tails()
         if tails.shape[1] > WIDTH:
             raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        sizes = self.sizes if logits or layers != (0, None) else [READING]
+        sizes = self.sizes if logits or layers != (0, None) else [EXACTLY]
         parts: list[Output] = []
         for start in range(0, len(rows), sizes[-1]):
             parts = [*parts[:-1], *map(_copy, parts[-1:])]
@@ -311,9 +313,10 @@ class GraphEngine(Engine):
         if len(slots) == 1:  # without waiting for the device
             self._texts.view(-1)[places[0]].fill_(slots[0])
         elif slots and lines == [0]:
-            self._texts[0, places[0] : places[-1] + 1].copy_(torch.tensor(slots))
+            put(slots, self._texts[0, places[0] :])
         elif slots:
-            both = torch.tensor([places, slots]).to(self.pool.device)
+            here = torch.tensor([places, slots], pin_memory=self._texts.is_cuda)
+            both = here.to(self.pool.device, non_blocking=True)
             self._texts.view(-1).index_copy_(0, both[0], both[1])
 
     def _lines_for(self, sequences: list[Sequence]) -> list[int]:

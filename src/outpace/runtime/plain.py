@@ -53,17 +53,17 @@ class Work(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The next step of a text that lies in a lane of a program."""
+    """The next step of a text that has a place in a program."""
 
     program: Any
-    lane: int
+    place: Any
 
     def do(self) -> Any:
         """Take it alone."""
-        return self.program.turn([self.lane])[0]
+        return self.program.turn([self.place])[0]
 
     def goes_with(self, other: Work | Turn) -> bool:
-        """Whether the two are taken together: lanes of one program are."""
+        """Whether the two are taken together: texts of one program are."""
         return isinstance(other, Turn) and self.program is other.program
 
 
@@ -204,7 +204,7 @@ def together(works: Items[Work | Turn]) -> Items[Any]:
     """What comes of works that go with each other."""
     first = works[0]
     if isinstance(first, Turn):
-        replies: list[Any] = first.program.turn([work.lane for work in works if isinstance(work, Turn)])
+        replies: list[Any] = first.program.turn([work.place for work in works if isinstance(work, Turn)])
         return replies
     return first.engine.run([work for work in works if isinstance(work, Work)])
 

@@ -20,7 +20,6 @@ from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
 from ..sources.base import Plan, Reading
-from ..sources.ngrams import Ngrams
 from ..step import fused
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 LANES = 64  # texts that a program has at the same time
 GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
+ROWS = 128  # that the lanes of a graph share, if they are several: so many cost little more than one
 
 
 class Stepped(NamedTuple):
@@ -42,6 +42,17 @@ class Stepped(NamedTuple):
     tokens: tuple[int, ...]  # the target's choice after each
     draft: Draft
     fault: bool  # after these tokens the target had nothing to choose
+
+
+class Place:
+    """A text in a program."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # the length at which it rests
+        self.lane = -1  # the one that it has now; below 0 it is still being read
+        self.length = 0  # as far as its steps were read
+        self.steps: deque[Stepped] = deque()  # that were read, and nobody asked for yet
+        self.ended = False
 
 
 class Program:
@@ -56,46 +67,45 @@ class Program:
             source.first = len(self.names)
             self.names += source.names
         self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
-        assert self.rows > sum(source.probes for source in self.sources)
+        self.probes = sum(source.probes for source in self.sources)
+        assert self.rows > self.probes
         # How far a path reaches: no further than a source guesses, nor than there are rows.
         self.deepest = min(max((source.deepest for source in self.sources), default=0), self.rows - 1)
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
         # Where texts may not share a forward, as in exact mode, one is here, and the host writes the others.
-        self._texts: list[Sequence | None] = [None] * (LANES if engine.most_texts > 1 else 1)
-        self._limits: list[int] = [0] * LANES  # the length that each text may grow to
-        self._reserved: set[int] = set()  # lanes for texts that are being read
-        self._steps: list[deque[Stepped]] = [deque() for _ in range(LANES)]  # that were read, and nobody asked for yet
+        self._most = LANES if engine.most_texts > 1 else 1
+        self._places: list[Place] = []  # of all texts, those that are being read included
         self._graphs: dict[tuple[int, int, frozenset[str]], _Whole | None] = {}
         self._flying: list[_Flight] = []  # launched, and not read yet
 
     @property
     def margin(self) -> int:
         """Slots and places that a text needs beyond its greatest length, for rows that are not accepted."""
-        return max(self.size(1), self.size(LANES)) + self.deepest + 2
+        return max(map(self.size, GROUPS)) + self.deepest + 2
+
+    def rows_of(self, lanes: int) -> int:
+        """Rows of each lane's tree in a graph for so many lanes, the root included: several share what is cheap."""
+        return min(self.rows, max(self.probes + 1, ROWS // lanes)) if lanes > 1 else self.rows
 
     def size(self, lanes: int) -> int:
-        """Rows of each lane in a graph for so many lanes."""
+        """The same with the rows that fill up."""
+        rows = self.rows_of(lanes)
         if self.engine.exact:
             sizes = self.engine.sizes
-            return next((size for size in sizes if size >= self.rows), -(-self.rows // sizes[-1]) * sizes[-1])
+            return next((size for size in sizes if size >= rows), -(-rows // sizes[-1]) * sizes[-1])
         if lanes == 1:
-            return max(2, -(-self.rows // 8) * 8 if self.rows > 2 else 2)  # one row alone would be compiled apart
+            return max(2, -(-rows // 8) * 8 if rows > 2 else 2)  # one row alone would be compiled apart
         size = 1
-        while size < self.rows:
+        while size < rows:
             size *= 2
         return size
 
     @property
     def idle(self) -> bool:
         """Whether no text is in its lanes."""
-        return not self._reserved and all(text is None for text in self._texts)
-
-    def _free(self) -> int | None:
-        """The first lane that nobody has."""
-        lanes = (lane for lane, text in enumerate(self._texts) if text is None and lane not in self._reserved)
-        return next(lanes, None)
+        return not self._places
 
     def _limit(self, prompt: int, more: int | None) -> int:
         """The length that a text may grow to."""
@@ -111,14 +121,13 @@ class Program:
         reads = any(isinstance(source, Reading) for source in self.sources)
         return (lambda hidden: seen.append(hidden.clone())) if reads else None
 
-    def reserve(self, sequence: Sequence, sampling: Sampling, more: int | None) -> int | None:
-        """A lane for a text that nothing is computed of yet, and slots for all that it may become.
+    def reserve(self, sequence: Sequence, sampling: Sampling, more: int | None) -> Place | None:
+        """A place for a text that nothing is computed of yet, and slots for all that it may become.
 
         It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. None where
         no lane is free, there is no graph for so many, or the context is larger than the pool.
         """
-        lane = self._free()
-        if lane is None:
+        if len(self._places) == self._most:
             return None
         limit = self._limit(len(sequence.tokens), more)
         behind = len(sequence.tokens) - 1 - len(sequence.slots)
@@ -128,72 +137,99 @@ class Program:
             return None  # nobody asked for so much: the host gives slots as they are needed
         sequence.reserved = pool.allocate(needed)
         needs = self.choices.needs | needs_of(sampling)
-        if self._graph(_group(lane), self._span(limit), needs) is None:  # not in the midst of a text
+        if self._graph(_group(len(self._places) + 1), self._span(limit), needs) is None:  # not in the midst of a text
             pool.free(sequence.reserved)
             sequence.reserved = []
             return None
-        self._reserved.add(lane)
-        self._limits[lane] = limit
-        return lane
+        place = Place(limit)
+        self._places.append(place)
+        return place
 
-    def open(self, lane: int, sequence: Sequence, sampling: Sampling, seen: list[torch.Tensor]) -> None:
-        """Take over a text whose tokens but the last are computed, in the lane that was reserved for it.
+    def open(self, place: Place, sequence: Sequence, sampling: Sampling, seen: list[torch.Tensor]) -> None:
+        """Take over a text whose tokens but the last are computed, in the place that was reserved for it.
 
         `seen` has the hidden states of what is computed, if a source reads them.
         """
-        self._reserved.discard(lane)
-        self._texts[lane] = sequence
+        lane = place.lane = self._free_lanes()[0]
+        place.length = len(sequence.tokens)
         with torch.inference_mode():
             Lanes.open(self.lanes, lane, sequence.tokens, sampling.seed)
-            self.lanes.place(lane, [*sequence.slots, *sequence.reserved], self._limits[lane])
+            self.lanes.place(lane, [*sequence.slots, *sequence.reserved], place.limit)
             self.choices.open(lane, sampling, sequence.tokens)
             for source in self.sources:
                 source.open(lane, sequence.tokens, sampling.seed)
                 if isinstance(source, Reading):
                     source.begin(lane, seen, sequence, sampling)
 
-    def close(self, lane: int) -> None:
+    def close(self, place: Place) -> None:
         """The text has ended. Whatever is still computed for it goes nowhere that matters."""
-        self._texts[lane] = None
-        self._reserved.discard(lane)
-        self._steps[lane].clear()
-        self.choices.close(lane)
-        with torch.inference_mode():
-            self.lanes.limits[lane] = 0
+        if place.ended:
+            return
+        self._places.remove(place)
+        place.ended = True
+        if place.lane >= 0:
+            self.choices.close(place.lane)
+            with torch.inference_mode():
+                self.lanes.limits[place.lane].fill_(0)
 
-    def limit(self, lane: int) -> int:
-        """The length at which the text of a lane rests."""
-        return self._limits[lane]
-
-    def turn(self, lanes: Items[int]) -> list[Stepped | None]:
-        """The next step of each lane; None where it is not there yet: ask again. The one after it is begun."""
-        while not any(self._steps[lane] for lane in lanes):
+    def turn(self, places: Items[Place]) -> list[Stepped | None]:
+        """The next step of each text; None where it is not there yet: ask again. The one after it is begun."""
+        while not any(place.steps for place in places):
             self._read()
-        return [self._steps[lane].popleft() if self._steps[lane] else None for lane in lanes]
+        return [place.steps.popleft() if place.steps else None for place in places]
 
     def _read(self) -> None:
         """Read the oldest step of all lanes. Whoever did not ask for his yet will."""
         flight = self._flying.pop(0) if self._flying else self._launch()
-        if not self._flying:
+        # Each step brings a token at least: where all texts end with this one, the next would be in vain.
+        if not self._flying and any(place.length + 1 < place.limit for place in self._open()):
             self._flying.append(self._launch())
         numbers = flight.read()
-        for lane, text in flight.texts.items():
-            if self._texts[lane] is not text:  # it is gone
+        for lane, place in flight.places.items():
+            if place.ended:
                 continue
             stepped = self._unpack(numbers[lane], flight.size)
+            place.length += len(stepped.tokens)
             if stepped.tokens or stepped.fault:
-                self._steps[lane].append(stepped)
+                place.steps.append(stepped)
 
     def _launch(self) -> _Flight:
-        texts = {lane: text for lane, text in enumerate(self._texts) if text is not None}
-        span = self._span(max(self._limits[lane] for lane in texts))
-        graph = self._graph(_group(max(texts)), span, self.choices.needs)
+        places = self._open()
+        group = _group(len(places))
+        self._move_below(group)
+        span = self._span(max(place.limit for place in places))
+        graph = self._graph(group, span, self.choices.needs)
         if graph is None:
             raise InputError(
                 "no memory is left for the steps of these texts. Write fewer at once, or use runtime='plain'."
             )
         graph.run()
-        return _Flight(texts, graph)
+        return _Flight({place.lane: place for place in places}, graph)
+
+    def _open(self) -> list[Place]:
+        """Of the texts that are being written."""
+        return [place for place in self._places if place.lane >= 0]
+
+    def _free_lanes(self) -> list[int]:
+        return sorted({*range(self._most)} - {place.lane for place in self._open()})
+
+    def _move_below(self, group: int) -> None:
+        """Bring all texts to the first lanes, so that a graph of fewer lanes serves them."""
+        free = iter(self._free_lanes())
+        for place in self._open():
+            if place.lane >= group:
+                lane = next(free)
+                with torch.inference_mode():
+                    for part in [*self.lanes.state, *self.choices.state, *self.state]:
+                        part[lane].copy_(part[place.lane])
+                    self.lanes.limits[place.lane].fill_(0)
+                self.choices.move(place.lane, lane)
+                place.lane = lane
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """What sources hold of each lane."""
+        return [part for source in self.sources for part in source.state]
 
     def _graph(self, group: int, span: int, needs: frozenset[str]) -> _Whole | None:
         key = (group, span, needs)
@@ -222,8 +258,8 @@ class Program:
 class _Flight:
     """A step that the device computes, or has computed."""
 
-    def __init__(self, texts: dict[int, Sequence], graph: _Whole) -> None:
-        self.texts = texts
+    def __init__(self, places: dict[int, Place], graph: _Whole) -> None:
+        self.places = places  # by the lanes that they had
         self.size = graph.each
         self._report, self._done = graph.bring()
 
@@ -286,12 +322,13 @@ class _Whole(FixedStep):
     def _draft(self) -> Rows:
         """The rows of the step, from what all sources guess, where the model reads them."""
         program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
+        most = program.rows_of(self.group)
         room = model.rooms(lanes.lengths - 1) if program.sources else lanes.lengths
         offers = [nodes for source in program.sources for nodes in source.guess(self.texts, room)]
         if self.fused:
-            size = (program.rows, self.each, model.context, model.turn or 0)
+            size = (most, self.each, model.context, model.turn or 0)
             return fused.plant(offers, lanes, self.rows, self.pool.scratch, *size, plan.gate, plan.prices)
-        rows = plant(lanes.roots(), offers, program.rows, room, plan.gate, plan.prices, self.each)
+        rows = plant(lanes.roots(), offers, most, room, plan.gate, plan.prices, self.each)
         self._place(rows)
         return rows
 
@@ -343,7 +380,7 @@ class _Whole(FixedStep):
     def capture(self, memory: Any) -> Any:
         """Without a trace in the lanes: they rest meanwhile, and all is as it was afterwards."""
         program = self.program
-        state = _tensors([program.lanes, program.choices, *program.sources])
+        state = [*program.lanes.state, *program.choices.state, *program.state]
         saved = [part.clone() for part in state]
         with torch.inference_mode():
             program.lanes.limits.zero_()
@@ -419,18 +456,6 @@ def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:
     tree.view(lanes, each, -1).scatter_(2, place[:, None].expand(-1, each, -1), words)
 
 
-def _group(lane: int) -> int:
-    """Of how many lanes a graph is made, to have this one."""
-    return next(group for group in GROUPS if group > lane)
-
-
-def _tensors(owners: Items[Any]) -> list[torch.Tensor]:
-    """All tensors that objects hold, and those that they hold in turn."""
-    found: list[torch.Tensor] = []
-    for owner in owners:
-        for value in vars(owner).values():
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, Ngrams):
-                found += _tensors([value])
-    return found
+def _group(texts: int) -> int:
+    """Of how many lanes a graph is made, for so many texts."""
+    return next(group for group in GROUPS if group >= texts)

@@ -21,6 +21,7 @@ class Source:
     deepest: int  # how far ahead its guesses reach
     nodes: int  # how many it offers at most, probes included
     probes: int = 0  # how many of them must be computed
+    state: Sequence[torch.Tensor] = ()  # [lanes, ...] all that it remembers of texts
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         """A text begins in a lane."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 from collections.abc import Sequence
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional as F
 
+from ..models.fusing import Fusion
+from ..models.products import Products
 from ..picking import NOISED, Sampling, likeliest
 from ..step import fused
 from ..step.choosing import Choices, gumbel, needs_of
@@ -18,6 +22,7 @@ from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
+_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of heads that are at work
 
 
 class _Expecting(Reading):
@@ -70,7 +75,7 @@ class HeadGuesses(_Expecting):
 
     paths: the ranks that are considered, each with its beginning among them.
     worths: logarithms of their chances, if they are not to be what the heads believe.
-    compiled: whether the heads' forward is compiled.
+    compiled: whether the heads' forward is compiled, and computes products as the target's layers do.
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
     """
 
@@ -85,11 +90,14 @@ class HeadGuesses(_Expecting):
         worths: Sequence[float] | None = None,
         compiled: bool = False,
     ) -> None:
+        if compiled:
+            heads = quick(heads)
         super().__init__(heads, shared, 1 + max((max(path) for path in paths), default=0), coupled)
         count = heads.count
         self.nodes = len(paths)
         self._tokens = torch.zeros(lanes, count * self.top, dtype=torch.long, device=device)
         self._chances = torch.full((lanes, count * self.top), NEVER, device=device)
+        self.state = (self._tokens, self._chances)
         self._depths = torch.tensor([len(path) for path in paths], device=device)
         # [paths, count] where the guess at each depth lies among all; beyond the path, anything.
         places = [
@@ -102,7 +110,7 @@ class HeadGuesses(_Expecting):
         self._worths = None if worths is None else torch.tensor(worths, device=device)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
-        self._chances[lane] = NEVER
+        self._chances[lane].fill_(NEVER)
 
     def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Sampling) -> None:
         if not hidden:
@@ -171,11 +179,12 @@ class SequentialGuesses(_Expecting):
         self._tokens = torch.zeros(lanes, self.nodes, dtype=torch.long, device=device)
         self._chances = torch.full((lanes, self.nodes), NEVER, device=device)
         self._paths = torch.zeros(lanes, self.nodes, heads.count + 1, dtype=torch.long, device=device)
+        self.state = (self._tokens, self._chances, self._paths)
         depths = [depth for depth, width in enumerate(widths, 1) for _ in range(width)]
         self._depths = torch.tensor(depths, device=device)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
-        self._chances[lane] = NEVER
+        self._chances[lane].fill_(NEVER)
 
     def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Sampling) -> None:
         if hidden:
@@ -242,6 +251,16 @@ def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Text
     choices = Choices(1, 1, device)
     choices.temperature[:] = sampling.temperature
     return texts, choices, needs_of(sampling)
+
+
+def quick(heads: Any) -> Any:
+    """A twin with the same weights, products joined and computed by code of ours where there is any."""
+    twin = _twins.get(heads)
+    if twin is None:
+        twin = _twins[heads] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})
+        Fusion().fuse(twin)
+        Products().replace(twin)
+    return twin
 
 
 def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) -> None:

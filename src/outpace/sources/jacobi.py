@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ..step.nodes import Nodes, Rows, chains
-from ..step.texts import Texts
+from ..step.texts import Texts, put
 from ..step.walking import Walk
 from .base import Source, pick_from
 
@@ -22,9 +22,10 @@ class Jacobi(Source):
     def __init__(self, window: int, lanes: int, device: torch.device) -> None:
         self.deepest = self.nodes = window
         self._guesses = torch.zeros(lanes, window, dtype=torch.long, device=device)
+        self.state = (self._guesses,)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
-        self._guesses[lane] = torch.tensor(random.Random(seed).choices(tokens, k=self.deepest))
+        put(random.Random(seed).choices(tokens, k=self.deepest), self._guesses[lane])
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         tokens = self._guesses[: texts.lanes, None]

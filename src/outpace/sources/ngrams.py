@@ -34,8 +34,8 @@ class Ngrams:
 
     def clear(self, lane: int) -> None:
         """Forget all."""
-        self._runs[lane] = NONE
-        self._count[lane] = 0
+        self._runs[lane].fill_(NONE)
+        self._count[lane].fill_(0)
 
     def add(self, ngrams: torch.Tensor, lane: int | None = None) -> None:
         """Remember n-grams [lanes, count, up to width], the newest last. Those that begin with NONE are none.

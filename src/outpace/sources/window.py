@@ -24,7 +24,7 @@ import torch
 
 from ..step import fused
 from ..step.nodes import NEVER, Nodes, Rows, chains, mix
-from ..step.texts import Texts
+from ..step.texts import Texts, put
 from ..step.walking import Walk
 from .base import Source
 from .history import TRUST
@@ -64,6 +64,7 @@ class Window(Source):
         self._filled = torch.ones(lanes, dtype=torch.long, device=device)  # levels
         self._drafted = torch.zeros(lanes, dtype=torch.bool, device=device)  # whether the window is in the draft
         self._pool = Ngrams(lanes, max(settings.ngram, 3), device)
+        self.state = (self._window, self._filled, self._drafted, *self._pool.tensors)
         trust = [1.0, *(TRUST[min(key, len(TRUST)) - 1] for key in range(1, settings.longest_key + 1))]
         self._trust = torch.tensor(trust).log().to(device)  # [longest key + 1] of a guess, by the length of its key
         self._column = torch.arange(self.columns, device=device)
@@ -77,8 +78,8 @@ class Window(Source):
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         self._window[lane].zero_()
         spine = random.Random(seed).choices(tokens, k=self.columns - 1)
-        self._window[lane, 0, 1:] = torch.tensor(spine, dtype=torch.long)
-        self._filled[lane] = 1
+        put(spine, self._window[lane, 0, 1:])
+        self._filled[lane].fill_(1)
         self._pool.clear(lane)
         ngram = self.settings.ngram
         if self.settings.read and len(tokens) >= ngram:

@@ -46,13 +46,13 @@ class Choices:
                 raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {self.vocabulary - 1}.")
         needs = needs_of(sampling)
         self._needs[lane] = needs
-        self.temperature[lane] = sampling.temperature
-        self.top_k[lane] = min(sampling.top_k or self.vocabulary, self.vocabulary)
-        self.top_p[lane] = sampling.top_p
-        self.min_p[lane] = math.log(sampling.min_p) if sampling.min_p else -math.inf
-        self.repetition[lane] = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
-        self.presence[lane] = sampling.presence_penalty
-        self.frequency[lane] = sampling.frequency_penalty
+        self.temperature[lane].fill_(sampling.temperature)
+        self.top_k[lane].fill_(min(sampling.top_k or self.vocabulary, self.vocabulary))
+        self.top_p[lane].fill_(sampling.top_p)
+        self.min_p[lane].fill_(math.log(sampling.min_p) if sampling.min_p else -math.inf)
+        self.repetition[lane].fill_(1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty)
+        self.presence[lane].fill_(sampling.presence_penalty)
+        self.frequency[lane].fill_(sampling.frequency_penalty)
         self.make(needs)
         if len(self.bias):
             for part in (self.bias, self.seen, self.answered):
@@ -73,6 +73,16 @@ class Choices:
     def close(self, lane: int) -> None:
         """The text has ended."""
         self._needs.pop(lane, None)
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """All that it holds, by lane."""
+        settings = [self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency]
+        return [*settings, self.top_k, *([self.bias, self.seen, self.answered] if len(self.bias) else [])]
+
+    def move(self, lane: int, to: int) -> None:
+        """The text of a lane has another now, with all of `state`."""
+        self._needs[to] = self._needs.pop(lane)
 
     @property
     def needs(self) -> frozenset[str]:

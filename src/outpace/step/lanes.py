@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from .nodes import Rows
-from .texts import Texts
+from .texts import Texts, put
 from .walking import Walk
 
 
@@ -24,6 +24,10 @@ class Lanes(Texts):
         self.slots = torch.zeros(lanes, length, dtype=torch.long, device=device)
         self.limits = torch.zeros(lanes, dtype=torch.long, device=device)  # the length at which a text rests
 
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [*super().state, self.slots, self.limits]
+
     def view(self, lanes: int, span: int) -> Lanes:
         view = object.__new__(Lanes)
         view.__dict__.update(super().view(lanes, span).__dict__)
@@ -32,8 +36,8 @@ class Lanes(Texts):
 
     def place(self, lane: int, slots: Sequence[int], limit: int) -> None:
         """Give a lane its slots, and let its text grow to `limit` tokens."""
-        self.slots[lane, : len(slots)] = torch.tensor(slots)
-        self.limits[lane] = limit
+        put(slots, self.slots[lane])
+        self.limits[lane].fill_(limit)
 
     def active(self) -> torch.Tensor:
         """[lanes] whether the text grows."""

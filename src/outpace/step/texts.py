@@ -29,6 +29,11 @@ class Texts:
         """Where they are."""
         return self.lengths.device
 
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """All that there is of texts, by lane."""
+        return [self.tokens, self.lengths, self.seeds]
+
     def view(self, lanes: int, span: int) -> Texts:
         """The first lanes, as far as their first `span` tokens."""
         view = object.__new__(Texts)
@@ -37,9 +42,9 @@ class Texts:
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         """Begin a text."""
-        self.tokens[lane, : len(tokens)] = torch.tensor(tokens)
-        self.lengths[lane] = len(tokens)
-        self.seeds[lane] = signed(seed)
+        put(tokens, self.tokens[lane])
+        self.lengths[lane].fill_(len(tokens))
+        self.seeds[lane].fill_(signed(seed))
 
     def roots(self) -> torch.Tensor:
         """[lanes] the last token of each text."""
@@ -52,6 +57,12 @@ class Texts:
         there = torch.where(place < counts[:, None], self.lengths[:, None] + place, self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, there, tokens)
         self.lengths += counts
+
+
+def put(numbers: Sequence[int] | Sequence[float], place: torch.Tensor) -> None:
+    """Write numbers to the beginning of a place, without waiting for the device."""
+    here = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
+    place[: len(here)].copy_(here, non_blocking=True)
 
 
 def signed(number: int) -> int:
