@@ -282,7 +282,7 @@ def test_what_no_lane_asks_for_is_left_out() -> None:
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_a_bias_names_a_token_that_there_is(token: int) -> None:
     with pytest.raises(InputError, match=f"logit_bias names token {token}; the vocabulary has ids 0 to 39"):
-        Choices(1, VOCABULARY, "cpu").open(0, Sampling(logit_bias={token: 1.0}), [1])
+        Choices(1, VOCABULARY, "cpu").check(Sampling(logit_bias={token: 1.0}))
 
 
 def test_lanes_at_rest_stay_as_they_are() -> None:

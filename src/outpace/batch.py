@@ -18,6 +18,7 @@ from .pool import common
 from .runtime.plain import Engine, Turn, Work, together
 
 MOST = 64  # texts that are written at the same time; others wait
+WORTH = 128  # tokens in common that are worth waiting for
 
 Event: TypeAlias = "tuple[int, Step | Exception]"
 """The number of a text, and its next step, or the error that has ended it."""
@@ -171,5 +172,8 @@ class Writing:
 
 
 def _worth_waiting(prompt: Sequence[int], other: _Begun) -> bool:
-    """Whether a text had better wait until another is read, because it begins alike for the greater part."""
-    return not other.read and 2 * common(prompt, other.prompt) > len(prompt)
+    """Whether a text had better wait until another is read: it is the same, or begins alike for the greater part."""
+    if other.read:
+        return False
+    alike = common(prompt, other.prompt)
+    return alike == len(prompt) or alike >= max(WORTH, len(prompt) // 2)

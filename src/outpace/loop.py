@@ -116,6 +116,7 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
             yield from engine.read(sequence, program.sees(seen))
         except InvalidLogits as error:
             raise InvalidLogits(f"at new token 1: {error}.") from error
+        yield Turn(program, place)  # others are read first, if they wait: what is to be done now takes the host a while
         program.open(place, sequence, sampling, seen)
         while finish is None:
             clock = _Clock()

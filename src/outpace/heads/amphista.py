@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..models.adapter import Ends, FixedRows
 from ..models.attention import attend_by_mask, without_cudnn
 from ..pool import Pool, Sequence
+from ..sending import send
 from .base import Follower, Heads, HeadSettings, following
 from .blocks import Angles, Block, BlockShape, Memory, rotary
 
@@ -154,7 +155,7 @@ class _Follower(Follower):
         self.memories = [_Slots(pool, layer + number) for number in range(heads.settings.stages)]
 
     def feed(self, hidden: torch.Tensor, tokens: torch.Tensor, sequence: Sequence) -> None:
-        slots = torch.tensor(sequence.slots, device=self.device)
+        slots = send(sequence.slots, self.device)
         positions = torch.arange(len(slots) - len(hidden), len(slots), device=self.device)
         for memory in self.memories:
             memory.slots = slots

@@ -30,7 +30,7 @@ from ..models.ahead import Ahead
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Pool, Rows, Sequence
-from ..step.texts import put
+from ..sending import put, send
 from .costs import CostCurve
 from .fixed import WIDTH, FixedStep
 from .plain import Engine, Question, Work, answered, joined
@@ -315,9 +315,7 @@ class GraphEngine(Engine):
         elif slots and lines == [0]:
             put(slots, self._texts[0, places[0] :])
         elif slots:
-            here = torch.tensor([places, slots], pin_memory=self._texts.is_cuda)
-            both = here.to(self.pool.device, non_blocking=True)
-            self._texts.view(-1).index_copy_(0, both[0], both[1])
+            self._texts.view(-1).index_copy_(0, send(places, self.pool.device), send(slots, self.pool.device))
 
     def _lines_for(self, sequences: list[Sequence]) -> list[int]:
         """A line for each of several texts: the one that it has, or one that none of them has; unused ones first."""

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 LANES = 64  # texts that a program has at the same time
 GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
-ROWS = 128  # that the lanes of a graph share, if they are several: so many cost little more than one
+ROWS = 64  # that the lanes of a graph share, if they are several: so many cost little more than one
+PACE = 0.1  # how quickly what a step is expected to bring follows what steps bring
 
 
 class Stepped(NamedTuple):
@@ -51,8 +52,14 @@ class Place:
         self.limit = limit  # the length at which it rests
         self.lane = -1  # the one that it has now; below 0 it is still being read
         self.length = 0  # as far as its steps were read
+        self.pace = 1.0  # tokens that a step brings
         self.steps: deque[Stepped] = deque()  # that were read, and nobody asked for yet
         self.ended = False
+
+    def add(self, tokens: int) -> None:
+        """A step has brought so many."""
+        self.length += tokens
+        self.pace += PACE * (tokens - self.pace)
 
 
 class Program:
@@ -127,6 +134,7 @@ class Program:
         It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. None where
         no lane is free, there is no graph for so many, or the context is larger than the pool.
         """
+        self.choices.check(sampling)
         if len(self._places) == self._most:
             return None
         limit = self._limit(len(sequence.tokens), more)
@@ -173,7 +181,12 @@ class Program:
                 self.lanes.limits[place.lane].fill_(0)
 
     def turn(self, places: Items[Place]) -> list[Stepped | None]:
-        """The next step of each text; None where it is not there yet: ask again. The one after it is begun."""
+        """The next step of each text; None where it is not there yet: ask again. The one after it is begun.
+
+        None for all, if one of them is not open.
+        """
+        if any(place.lane < 0 for place in places):
+            return [None] * len(places)
         while not any(place.steps for place in places):
             self._read()
         return [place.steps.popleft() if place.steps else None for place in places]
@@ -181,15 +194,15 @@ class Program:
     def _read(self) -> None:
         """Read the oldest step of all lanes. Whoever did not ask for his yet will."""
         flight = self._flying.pop(0) if self._flying else self._launch()
-        # Each step brings a token at least: where all texts end with this one, the next would be in vain.
-        if not self._flying and any(place.length + 1 < place.limit for place in self._open()):
+        # Where all texts will probably end with this one, the next would be in vain.
+        if not self._flying and any(place.length + place.pace < place.limit for place in self._open()):
             self._flying.append(self._launch())
         numbers = flight.read()
         for lane, place in flight.places.items():
             if place.ended:
                 continue
             stepped = self._unpack(numbers[lane], flight.size)
-            place.length += len(stepped.tokens)
+            place.add(len(stepped.tokens))
             if stepped.tokens or stepped.fault:
                 place.steps.append(stepped)
 
@@ -289,7 +302,9 @@ class _Whole(FixedStep):
         if group > 1:
             self._place_lanes(self.each)
         self.heads = [
-            _Heads(program, source, group, span, needs) for source in program.sources if isinstance(source, Reading)
+            _Heads(program, source, group, span, needs, self.fused)
+            for source in program.sources
+            if isinstance(source, Reading)
         ]
         self.report = torch.zeros(0)
         if self.fused:
@@ -405,12 +420,15 @@ class _Whole(FixedStep):
 class _Heads(FixedStep):
     """What heads read of the rows that a step has kept."""
 
-    def __init__(self, program: Program, source: Reading, group: int, span: int, needs: frozenset[str]) -> None:
+    def __init__(
+        self, program: Program, source: Reading, group: int, span: int, needs: frozenset[str], fused: bool
+    ) -> None:
         engine = program.engine
-        self.needs = needs
-        self.each = program.deepest + 1
+        self.needs, self.fused = needs, fused
+        deepest = min(program.deepest, program.rows_of(group) - 1)
+        self.each = deepest + 1
         if group > 1:
-            self.each = 1 << program.deepest.bit_length()  # a power of two: no lane begins amid a word of another
+            self.each = 1 << deepest.bit_length()  # a power of two: no lane begins amid a word of another
         super().__init__(
             engine.model, engine.pool, program.lanes.slots, group * self.each, span, False, group if group > 1 else 0
         )
@@ -423,6 +441,12 @@ class _Heads(FixedStep):
 
     def read(self, before: torch.Tensor, kept: Walk, hidden: torch.Tensor) -> None:
         """Rows [lanes, deepest + 1] that were kept behind so many tokens of text `before`."""
+        if self.fused:
+            index, last = fused.follow(
+                kept, before, self.lanes, self.rows, self.each, hidden.shape[1], self.pool.scratch
+            )
+            self._show(hidden.flatten(0, 1).index_select(0, index), last)
+            return
         rows, count = self.rows, kept.rows.shape[1]
         place = torch.arange(self.each, device=before.device)
         start = (before - 1).clamp(min=0)
@@ -438,7 +462,10 @@ class _Heads(FixedStep):
         rows.lists.length[: self.group].copy_(torch.where(kept.counts > 0, start, 0))
         states = hidden.gather(1, wide(kept.rows)[..., None].expand(-1, -1, hidden.shape[2]))
         last = (kept.counts - 1).clamp(min=0) + torch.arange(self.group, device=before.device) * self.each
-        self.source.read(rows, states.flatten(0, 1), last, self.lanes, self.choices, self.needs)
+        self._show(states.flatten(0, 1), last)
+
+    def _show(self, states: torch.Tensor, last: torch.Tensor) -> None:
+        self.source.read(self.rows, states, last, self.lanes, self.choices, self.needs)
 
 
 def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:

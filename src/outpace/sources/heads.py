@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..models.fusing import Fusion
 from ..models.products import Products
 from ..picking import NOISED, Sampling, likeliest
+from ..sending import send
 from ..step import fused
 from ..step.choosing import Choices, gumbel, needs_of
 from ..step.nodes import NEVER, Nodes, mix
@@ -90,8 +91,6 @@ class HeadGuesses(_Expecting):
         worths: Sequence[float] | None = None,
         compiled: bool = False,
     ) -> None:
-        if compiled:
-            heads = quick(heads)
         super().__init__(heads, shared, 1 + max((max(path) for path in paths), default=0), coupled)
         count = heads.count
         self.nodes = len(paths)
@@ -106,7 +105,7 @@ class HeadGuesses(_Expecting):
         self._places = torch.tensor(places, device=device).view(len(paths), count)
         self._within = torch.arange(count, device=device) < self._depths[:, None]
         # Compiled where a graph is captured of it: fewer and larger kernels.
-        self._fixed = torch.compile(heads.fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
+        self._fixed = torch.compile(quick(heads).fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
         self._worths = None if worths is None else torch.tensor(worths, device=device)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
@@ -117,7 +116,7 @@ class HeadGuesses(_Expecting):
             return
         follower = self.heads.follow(*self.shared)
         states = torch.cat(hidden)
-        follower.feed(states, torch.tensor(sequence.tokens[-len(states) :], device=states.device), sequence)
+        follower.feed(states, send(sequence.tokens[-len(states) :], states.device), sequence)
         self._take(lane, follower.guesses()[:, None], *alone(sequence, sampling, states.device))
 
     def read(
@@ -188,7 +187,7 @@ class SequentialGuesses(_Expecting):
 
     def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Sampling) -> None:
         if hidden:
-            newest = torch.tensor(sequence.tokens[-1:], device=hidden[-1].device)
+            newest = send(sequence.tokens[-1:], hidden[-1].device)
             self._grow(lane, hidden[-1][-1:], newest, *alone(sequence, sampling, newest.device))
 
     def read(

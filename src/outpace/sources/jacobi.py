@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from ..sending import put
 from ..step.nodes import Nodes, Rows, chains
-from ..step.texts import Texts, put
+from ..step.texts import Texts
 from ..step.walking import Walk
 from .base import Source, pick_from
 

@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..sending import put, send
 from ..step import fused
 from ..step.nodes import NEVER, Nodes, Rows, chains, mix
-from ..step.texts import Texts, put
+from ..step.texts import Texts
 from ..step.walking import Walk
 from .base import Source
 from .history import TRUST
@@ -83,7 +84,7 @@ class Window(Source):
         self._pool.clear(lane)
         ngram = self.settings.ngram
         if self.settings.read and len(tokens) >= ngram:
-            self._pool.add(torch.tensor(tokens, device=self._window.device).unfold(0, ngram, 1)[None], lane)
+            self._pool.add(send(tokens, self._window.device).unfold(0, ngram, 1)[None], lane)
 
     def full(self, lanes: int) -> torch.Tensor:
         """[lanes] whether all levels are filled."""

@@ -12,6 +12,7 @@ import torch
 from ..draft import find_best
 from ..errors import InputError
 from ..picking import Sampling, mixed
+from ..sending import send
 from .nodes import Rows
 from .texts import Texts, signed
 
@@ -39,11 +40,14 @@ class Choices:
         self.bias = self.seen = self.answered = torch.zeros(0, device=device)
         self._needs: dict[int, frozenset[str]] = {}  # by open lane
 
-    def open(self, lane: int, sampling: Sampling, tokens: Sequence[int]) -> None:
-        """A text begins in a lane."""
+    def check(self, sampling: Sampling) -> None:
+        """Refuse what cannot be done."""
         for token in sampling.logit_bias:
             if not 0 <= token < self.vocabulary:
                 raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {self.vocabulary - 1}.")
+
+    def open(self, lane: int, sampling: Sampling, tokens: Sequence[int]) -> None:
+        """A text begins in a lane."""
         needs = needs_of(sampling)
         self._needs[lane] = needs
         self.temperature[lane].fill_(sampling.temperature)
@@ -58,10 +62,10 @@ class Choices:
             for part in (self.bias, self.seen, self.answered):
                 part[lane].zero_()
             counts = Counter(tokens)
-            often = torch.tensor([*counts.values()], dtype=torch.float32).to(self.seen.device)
-            self.seen[lane, torch.tensor([*counts], dtype=torch.long)] = often
+            device = self.seen.device
+            self.seen[lane].index_copy_(0, send([*counts], device), send([*counts.values()], device, torch.float32))
             for token, bias in sampling.logit_bias.items():
-                self.bias[lane, token] = bias
+                self.bias[lane, token].fill_(bias)
 
     def make(self, needs: frozenset[str]) -> None:
         """Make what lanes with such needs have to have, if it is not there."""

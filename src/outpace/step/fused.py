@@ -137,6 +137,29 @@ def settle(
     return report, kept, best, before
 
 
+def follow(
+    kept: Walk, before: torch.Tensor, lanes: Lanes, fixed: Any, each: int, count: int, scratch: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write what was kept to `each` rows of each lane, `fixed`.
+
+    Says where their states lie among those of all rows, `count` of each lane, and [lanes] which is the last of each.
+    """
+    from . import kernels
+
+    group, deep = kept.rows.shape
+    states = torch.empty(group * each, dtype=torch.long, device=before.device)
+    last = torch.empty(group, dtype=torch.long, device=before.device)
+    kernels.follow[(group,)](
+        *(kept.rows, kept.tokens, kept.counts, before, lanes.slots, lanes.slots.stride(0), scratch, count),
+        *(fixed.tokens, fixed.positions, fixed.slots, fixed.lists.length, states, last),
+        DEEP=deep,
+        EACH=each,
+        WIDTH=_power(each),
+        num_warps=1,
+    )
+    return states, last
+
+
 def history(texts: Any, longest: int, places: int, depth: int, trust: torch.Tensor, floor: float, source: int) -> Nodes:
     """What `History.guess` offers."""
     from . import kernels

@@ -272,6 +272,33 @@ def settle(
     tl.store(rest + 3 * count + row, mark, mask=real)
 
 
+@triton.jit(do_not_specialize=[*LANES_VARY, "scratch"])
+def follow(
+    kept_rows, kept_tokens, kept_counts, before, slots, text_line, scratch, count,
+    tokens, positions, taken, lengths, states, last,
+    DEEP: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One lane: write what was kept as EACH rows in fixed places, for heads to read.
+
+    WIDTH, a power of two, is at least EACH. `states` says where their hidden states are among those of all rows.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    real = place < EACH
+    known = real & (place < DEEP)
+    kept = tl.load(kept_counts + lane)
+    start = tl.maximum(tl.load(before + lane) - 1, 0)
+    mine = lane * EACH + place
+    tl.store(tokens + mine, tl.load(kept_tokens + lane * DEEP + place, mask=known, other=0), mask=real)
+    tl.store(positions + mine, start + place, mask=real)
+    slot = tl.load(slots + lane * text_line + start + place, mask=real & (place < kept), other=0)
+    tl.store(taken + mine, tl.where(place < kept, slot, scratch), mask=real)
+    row = tl.load(kept_rows + lane * DEEP + place, mask=known, other=0)
+    tl.store(states + mine, lane * count + row, mask=real)
+    tl.store(lengths + lane, tl.where(kept > 0, start, 0))
+    tl.store(last + lane, lane * EACH + tl.maximum(kept - 1, 0))
+
+
 @triton.jit(do_not_specialize=LANES_VARY)
 def history(
     text, lengths, text_line, span, trusts, floor, scores, score_line, tokens, chances, paths, nodes,

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from ..sending import put
 from .nodes import Rows
-from .texts import Texts, put
+from .texts import Texts
 from .walking import Walk
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..sending import put
+
 
 class Texts:
     """The texts of some lanes, as sources read them. The last token of a text is not computed yet: it is row 0.
@@ -57,12 +59,6 @@ class Texts:
         there = torch.where(place < counts[:, None], self.lengths[:, None] + place, self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, there, tokens)
         self.lengths += counts
-
-
-def put(numbers: Sequence[int] | Sequence[float], place: torch.Tensor) -> None:
-    """Write numbers to the beginning of a place, without waiting for the device."""
-    here = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
-    place[: len(here)].copy_(here, non_blocking=True)
 
 
 def signed(number: int) -> int:

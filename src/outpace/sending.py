@@ -1,0 +1,20 @@
+"""Numbers from the host to a device, without waiting for what the device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def send(
+    numbers: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """A tensor of them on the device."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def put(numbers: Sequence[int], place: torch.Tensor) -> None:
+    """Write them to the beginning of a place on the device."""
+    here = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
+    place[: len(here)].copy_(here, non_blocking=True)
