@@ -26,7 +26,10 @@ from .test_heads import method_for, random_heads
 from .test_lossless import prompt_of
 from .test_step import random_rows
 
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's in the interpreter, of infinities
+]
 
 METHODS: dict[str, Method] = {
     "plain": Autoregressive(),
@@ -82,11 +85,9 @@ def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypat
     assert steps_of(method, texts, monkeypatch, kernels=True) == expected
 
 
-NUMPYS = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of infinities
 ALL = Sampling(temperature=1.2, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.3, logit_bias={1: 3.0}, seed=3)
 
 
-@NUMPYS
 @pytest.mark.parametrize(
     ("method", "samplings"),
     [
@@ -144,7 +145,6 @@ SAMPLINGS = {
 }
 
 
-@NUMPYS
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_choices(name: str) -> None:
     """Of words in two parts. In bfloat16 many logits are the same."""
@@ -158,7 +158,6 @@ def test_choices(name: str) -> None:
     assert (found >= 0).all()
 
 
-@NUMPYS
 @pytest.mark.parametrize("sampling", [WARM, ALL, Sampling(presence_penalty=1.5)], ids=["noise", "all", "penalties"])
 def test_choices_among_odd_logits(sampling: Sampling) -> None:
     rows, _ = random_rows(random.Random(1), 1, 5)
@@ -177,7 +176,6 @@ def test_choices_among_odd_logits(sampling: Sampling) -> None:
     assert (found[0] >= 0).tolist() == [False, False, True, True, True, True, True]
 
 
-@NUMPYS
 @pytest.mark.parametrize("kept", [1, 3])
 def test_of_equal_words_at_the_border_the_first_are_kept(kept: int) -> None:
     """Each of four has a quarter of the chance."""
