@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from outpace import Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace.draft import find_best
 from outpace.models.hf import HFModel
 from outpace.picking import likeliest
 from outpace.runtime.graphs import GraphEngine
 from outpace.step import fused
+from outpace.step.choosing import Choices
+from outpace.step.nodes import Rows
+from outpace.step.texts import Texts
 
 from .conftest import tiny
 from .test_attention import DEVICE, attention
 from .test_heads import method_for, random_heads
 from .test_lossless import prompt_of
+from .test_step import random_rows
 
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's in the interpreter, of infinities
+]
 
 METHODS: dict[str, Method] = {
     "plain": Autoregressive(),
@@ -36,7 +47,14 @@ METHODS: dict[str, Method] = {
 }
 
 
-def steps_of(method: Method, texts: int, monkeypatch: pytest.MonkeyPatch, kernels: bool) -> list[list[Any]]:
+def steps_of(
+    method: Method,
+    texts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: bool,
+    samplings: Sequence[Sampling] = (Sampling(),) * 3,
+    tokens: int = 16,
+) -> list[list[Any]]:
     """Everything that the steps of some texts did."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "usable", lambda device: kernels)
@@ -47,7 +65,7 @@ def steps_of(method: Method, texts: int, monkeypatch: pytest.MonkeyPatch, kernel
         batch = decoder.batch()
         ready = decoder.prepare(method)
         for number in range(texts):
-            batch.add(prompt_of(number), method=ready, max_new_tokens=16, sampling=Sampling())
+            batch.add(prompt_of(number), method=ready, max_new_tokens=tokens, sampling=samplings[number])
         found: list[list[Any]] = [[] for _ in range(texts)]
         for number, step in batch:
             assert not isinstance(step, Exception), step
@@ -65,6 +83,109 @@ def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypat
         method = method_for(name, random_heads(name, tiny("Llama")), rows=16)
     expected = steps_of(method, texts, monkeypatch, kernels=False)
     assert steps_of(method, texts, monkeypatch, kernels=True) == expected
+
+
+ALL = Sampling(temperature=1.2, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.3, logit_bias={1: 3.0}, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("method", "samplings"),
+    [
+        (Autoregressive(), [Sampling(temperature=0.9, top_p=0.9), Sampling(frequency_penalty=0.7)]),
+        (PromptLookup(rows=3), [Sampling(temperature=0.5, min_p=0.05, repetition_penalty=1.2, seed=-4)]),
+    ],
+    ids=["plain", "prompt-lookup"],
+)
+def test_kernels_choose_and_count_as_torch_does(
+    method: Method, samplings: list[Sampling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = steps_of(method, len(samplings), monkeypatch, False, samplings, 4)
+    assert steps_of(method, len(samplings), monkeypatch, True, samplings, 4) == expected
+
+
+def both_choose(samplings: list[Sampling], logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, lanes, rows] tokens by the kernels and by torch, -1 where there are none."""
+    lanes, words = len(samplings), logits.shape[1]
+    rows = Rows(*(part if part is None else part.to(DEVICE) for part in rows))
+    texts, choices = Texts(lanes, 64, DEVICE), Choices(lanes + 1, words, DEVICE)
+    for lane, sampling in enumerate(samplings):
+        prompt = [(lane * 7 + place) % words for place in range(3 + lane)]
+        texts.open(lane, prompt, sampling.seed)
+        choices.open(lane, sampling, prompt)
+    answers = torch.tensor([[1, 2, 2, 5, 0]] * lanes, device=DEVICE)
+    counts = torch.full((lanes,), 4, device=DEVICE)
+    texts.append(answers, counts)
+    choices.learn(answers, counts, choices.needs)
+    logits = logits.to(DEVICE)
+    found = find_best(logits)
+    chosen = fused.choose(choices, logits, found, texts, rows, choices.needs)
+    picks, there = choices.choose(logits, found, texts, rows, choices.needs)
+    tokens = chosen[0].long().view_as(picks)
+    assert ((tokens >= 0) & (tokens < words)).all()
+    return torch.where((chosen[1] > -math.inf).view_as(there), tokens, -1), torch.where(there, picks, -1)
+
+
+WARM = Sampling(temperature=0.8)
+SAMPLINGS = {
+    "noise": [WARM, Sampling(temperature=3.0, seed=2**70), Sampling(), Sampling(temperature=1e-4, seed=-1)],
+    "top-k": [Sampling(temperature=2.0, top_k=k, seed=k) for k in (1, 40, 10**6)],
+    "top-p": [Sampling(temperature=2.0, top_p=p, seed=5) for p in (1e-300, 0.3, 0.95, 1 - 2**-53)],
+    "min-p": [Sampling(temperature=2.0, min_p=p, seed=6) for p in (0.01, 0.5, 0.999)],
+    "cuts": [
+        Sampling(temperature=1.5, top_k=30, top_p=0.7, min_p=0.02, seed=7),
+        Sampling(temperature=1.5, top_k=2, top_p=0.99, seed=8),
+        WARM,
+    ],
+    "penalties": [
+        Sampling(repetition_penalty=1.3, logit_bias={3: 4.0, 7: -math.inf}),
+        Sampling(presence_penalty=1.5, frequency_penalty=0.3),
+        Sampling(repetition_penalty=0.8, frequency_penalty=-0.4),
+    ],
+    "all": [ALL, Sampling(temperature=0.9, top_p=0.6, frequency_penalty=0.5, seed=9), Sampling(logit_bias={1: 3.0})],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_choices(name: str) -> None:
+    """Of words in two parts. In bfloat16 many logits are the same."""
+    samplings = SAMPLINGS[name]
+    dtype = torch.float32 if name in ("noise", "all") else torch.bfloat16
+    rows, _ = random_rows(random.Random(name), len(samplings), 1)
+    torch.manual_seed(1)
+    logits = torch.randn(rows.tokens.numel(), fused.WORDS + 700).mul(3).to(dtype)
+    found, expected = both_choose(samplings, logits, rows)
+    assert torch.equal(found, expected)
+    assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("sampling", [WARM, ALL, Sampling(presence_penalty=1.5)], ids=["noise", "all", "penalties"])
+def test_choices_among_odd_logits(sampling: Sampling) -> None:
+    rows, _ = random_rows(random.Random(1), 1, 5)
+    torch.manual_seed(1)
+    logits = torch.randn(7, fused.WORDS + 700)
+    logits[0, 2100] = math.nan
+    logits[1] = -math.inf
+    logits[2] = -math.inf
+    logits[2, 2500] = -3.0  # all but one are ruled out
+    logits[3] = torch.tensor([0.0, -0.0])[torch.arange(logits.shape[1]) % 2]
+    logits[4, :2700:2] = -math.inf
+    logits[5, 2300] = math.inf
+    logits[6] = 5.0
+    found, expected = both_choose([sampling], logits, rows)
+    assert torch.equal(found, expected)
+    assert (found[0] >= 0).tolist() == [False, False, True, True, True, True, True]
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_of_equal_words_at_the_border_the_first_are_kept(kept: int) -> None:
+    """Each of four has a quarter of the chance."""
+    rows, _ = random_rows(random.Random(1), 1, 4)
+    places = torch.tensor([70, 90, fused.WORDS + 5, fused.WORDS + 9])
+    logits = torch.full((6, fused.WORDS + 10), -math.inf)
+    logits[:, places] = 1.0
+    found, expected = both_choose([Sampling(temperature=1.0, top_p=kept / 4, seed=4)], logits, rows)
+    assert torch.equal(found, expected)
+    assert set(found[0].tolist()) <= set(places[:kept].tolist())
 
 
 @pytest.mark.parametrize("words", [50, 4096, 9000])

@@ -272,7 +272,7 @@ def test_what_no_lane_asks_for_is_left_out() -> None:
     choices.open(2, Sampling(top_p=0.5), [1])  # greedy: nothing is cut
     assert choices.needs == {"noise"}
     choices.open(3, Sampling(temperature=1.0, top_k=3, presence_penalty=1.0), ())  # nothing counts yet
-    assert choices.needs == {"noise", "cuts", "penalties"}
+    assert choices.needs == {"noise", "top_k", "penalties"}
     choices.close(3)
     choices.close(1)
     choices.close(1)

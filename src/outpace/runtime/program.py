@@ -315,19 +315,16 @@ class _Whole(FixedStep):
         rows = self._draft()
         output = self._score()
         found = find_best(output.logits)
-        greedy = not self.needs
         if self.fused:
-            picks = None
-            if not greedy:
-                picks, there = program.choices.choose(output.logits, found, lanes, rows, self.needs)
-                found = torch.stack([found[0], torch.where(there.flatten(), found[1], -torch.inf)])
-            report, kept, best, before = fused.settle(rows, picks, found, lanes, program.deepest)
+            chosen = fused.choose(program.choices, output.logits, found, lanes, rows, self.needs)
+            counted = program.choices if "penalties" in self.needs else None
+            report, kept, best, before = fused.settle(rows, chosen, found, lanes, program.deepest, counted)
         else:
             before = lanes.lengths.clone()
             picks, there = program.choices.choose(output.logits, found, lanes, rows, self.needs)
             kept = lanes.keep(rows, walk(rows, picks, program.deepest))
             report, best = self._report(rows, kept, there), found[0].long().view_as(picks)
-        program.choices.learn(kept.tokens, kept.counts, self.needs)
+            program.choices.learn(kept.tokens, kept.counts, self.needs)
         for source in program.sources:
             source.learn(self.texts, rows, best, kept)
         for heads in self.heads:

@@ -16,6 +16,7 @@ from ..sending import send
 from .nodes import Rows
 from .texts import Texts, signed
 
+CUTS = frozenset(["top_k", "top_p", "min_p"])
 _TARGET = 0  # the stream of noise that `Picker` takes for the target's choices
 
 
@@ -90,7 +91,7 @@ class Choices:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of "noise", "cuts" and "penalties" what some open lane asks for."""
+        """Of "noise", CUTS and "penalties" what some open lane asks for."""
         return frozenset[str]().union(*self._needs.values())
 
     def choose(
@@ -114,7 +115,7 @@ class Choices:
         warm = self._per_row(self.temperature, rows)
         scores = scores - torch.where(best.isfinite(), best, 0.0)[:, None]
         scores = scores / torch.where(warm > 0, warm, 1.0)[:, None]
-        if "cuts" in needs:
+        if needs & CUTS:
             scores = self._cut(scores, rows)
         position = (texts.lengths[:, None] + rows.depths).flatten()
         noise = gumbel(texts.seeds[:, None].expand(-1, count).flatten(), position, scores.shape[1])
@@ -174,7 +175,9 @@ def needs_of(sampling: Sampling) -> frozenset[str]:
     penalties = sampling.repetition_penalty not in (None, 1) or sampling.presence_penalty or sampling.frequency_penalty
     asked = {
         "noise": noise,
-        "cuts": noise and bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p),
+        "top_k": noise and sampling.top_k > 0,
+        "top_p": noise and sampling.top_p < 1,
+        "min_p": noise and sampling.min_p > 0,
         "penalties": bool(penalties or sampling.logit_bias),
     }
     return frozenset(name for name, wanted in asked.items() if wanted)

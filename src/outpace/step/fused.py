@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..models.best import find_best
+from ..models.launching import early
+from .choosing import Choices
 from .lanes import Lanes
 from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows, whole
+from .texts import Texts
 from .walking import Walk
 
 PART = 4096  # logits that one program looks through
 FEW = 32  # so many of the likeliest are found by kernels of ours
+WORDS = 2048  # that one program scores; parts are the same for any number of rows, as sums of fractions depend on them
+PASSES = 8  # in which the border of a cut is found, a digit of four bits each
 BLOCK = 32  # nodes that all nodes are compared with at a time
 
 
@@ -103,12 +109,89 @@ def plant(
     )
 
 
+def choose(
+    choices: Choices, logits: torch.Tensor, found: torch.Tensor, texts: Texts, rows: Rows, needs: frozenset[str]
+) -> torch.Tensor:
+    """`Choices.choose`, in the form of `found`, what `find_best` says of the logits [all rows, words].
+
+    [2, all rows] the target's token after each row, and a number above minus infinity if there is one.
+    """
+    from . import kernels
+
+    count = rows.tokens.shape[1]
+    size, width = logits.shape
+    parts, device = -(-width // WORDS), logits.device
+    logits = logits.contiguous()
+    if "penalties" in needs:
+        scores = torch.empty_like(logits, dtype=torch.float32)
+        kernels.penalise[(size, parts)](
+            *(logits, scores, choices.bias, choices.seen, choices.answered),
+            *(choices.repetition, choices.presence, choices.frequency, rows.tokens, rows.parents, width, count),
+            PART=WORDS,
+            enable_fp_fusion=False,
+            **early(device),
+        )
+        logits, found = scores, find_best(scores)
+    if "noise" not in needs:
+        return found
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    scored = (logits, found, choices.temperature)
+    sizes = (size, count, width, parts)
+    options = {"PART": WORDS, "PARTS": _power(parts), **early(device)}
+    weights, wholes = numbers(size, parts, dtype=torch.float64), numbers(size, dtype=torch.float64)
+
+    def sift(limits: torch.Tensor, mass: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        sums, states = numbers(PASSES, size, parts, 16), numbers(PASSES, size, 2)
+        for number in range(PASSES):
+            kernels.sift[(size, parts)](
+                *(*scored, limits, weights, wholes, sums, states, *sizes, number),
+                MASS=mass,
+                FIRST=number == 0,
+                num_warps=8,
+                **options,
+            )
+        return sums[-1], states[-1]
+
+    top_k, top_p = "top_k" in needs, "top_p" in needs
+    counts = masses = (wholes, wholes)
+    if top_k:
+        counts = sift(choices.top_k, mass=False)
+    if top_p:
+        kernels.weigh[(size, parts)](*scored, *counts, weights, *sizes, TOP_K=top_k, num_warps=8, **options)
+        masses = sift(choices.top_p, mass=True)
+    tops, places = numbers(size, parts, dtype=torch.float64), numbers(size, parts)
+    kernels.draw[(size, parts)](
+        *(*scored, choices.min_p, texts.lengths, texts.seeds, rows.depths),
+        *(*counts, *masses, wholes, tops, places, *sizes),
+        TOP_K=top_k,
+        TOP_P=top_p,
+        num_warps=8,
+        **options,
+    )
+    chosen = numbers(2, size, dtype=torch.float64)
+    kernels.drawn[(size,)](
+        *(tops, places, found, choices.temperature, chosen, size, count, parts),
+        PARTS=_power(parts),
+        num_warps=1,
+        **early(device),
+    )
+    return chosen
+
+
 def settle(
-    rows: Rows, picks: torch.Tensor | None, found: torch.Tensor, lanes: Lanes, deepest: int
+    rows: Rows,
+    chosen: torch.Tensor,
+    found: torch.Tensor,
+    lanes: Lanes,
+    deepest: int,
+    counted: Choices | None = None,
 ) -> tuple[torch.Tensor, Walk, torch.Tensor, torch.Tensor]:
     """`walk` and `Lanes.keep`: a report for the host, what was kept, [lanes, rows] the best tokens, lengths before.
 
-    `found` is what `find_best` says; without `picks` its tokens are the target's choices.
+    `found` is what `find_best` says, and `chosen` what `choose` does. The choices in `counted` learn what was kept.
     """
     from . import kernels
 
@@ -122,16 +205,17 @@ def settle(
     best, kept, before = numbers(count), Walk(numbers(deep), numbers(deep), numbers()), numbers()
     report = numbers(2 + 2 * deep + 4 * count, dtype=torch.int32)
     kernels.settle[(group,)](
-        *(found if picks is None else picks, found, found.shape[1]),
+        *(chosen, found, found.shape[1]),
         *(rows.tokens, rows.parents, rows.depths, rows.words, rows.valid.view(torch.int8)),
         *(rows.accepted.view(torch.int8), rows.sources),
         *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0)),
+        *((counted.seen, counted.answered, counted.vocabulary) if counted else (best, best, 0)),
         *(best, kept.rows, kept.tokens, kept.counts, before, report, report.stride(0), count),
         ROWS=_power(count),
         WORDS=rows.words.shape[2],
         DEEP=deep,
         DEPTHS=_power(deep),
-        GREEDY=picks is None,
+        COUNTED=counted is not None,
         num_warps=2,
     )
     return report, kept, best, before

@@ -9,7 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..models.kernels import _wait
+
 LANES_VARY = ["text_line", "nodes", "most", "count", "span"]
+ROWS_VARY = ["rows", "count", "number"]
+DIGITS = tl.constexpr(16)  # of four bits
 
 
 @triton.jit
@@ -197,14 +201,15 @@ def plant(
 
 @triton.jit(do_not_specialize=LANES_VARY)
 def settle(
-    picks, found, all_rows, row_tokens, row_parents, row_depths, row_words, row_valid, row_accepted, row_sources,
-    text, lengths, limits, slots, text_line,
+    chosen, found, all_rows, row_tokens, row_parents, row_depths, row_words, row_valid, row_accepted, row_sources,
+    text, lengths, limits, slots, text_line, times_seen, times_answered, vocabulary,
     best, kept_rows, kept_tokens, kept_counts, before, report, report_line, count,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, DEEP: tl.constexpr, DEPTHS: tl.constexpr, GREEDY: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, DEEP: tl.constexpr, DEPTHS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """One lane: walk down its tree with the target's choices, keep what holds, and report it.
 
-    DEPTHS, a power of two, is at least DEEP, the rows that a path has at most. GREEDY: choices are what was `found`.
+    DEPTHS, a power of two, is at least DEEP, the rows that a path has at most. COUNTED: what is kept is counted
+    [lanes, vocabulary].
     """
     lane = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -214,15 +219,11 @@ def settle(
     start = tl.maximum(length - 1, 0)
     limit = tl.load(limits + lane)
     highest = tl.load(found + first + row, mask=real, other=0).to(tl.int64)
-    there = tl.load(found + all_rows + first + row, mask=real, other=0) > float("-inf")
     tl.store(best + first + row, highest, mask=real)
     parent = tl.load(row_parents + first + row, mask=real, other=0)
-    if GREEDY:
-        pick = highest
-        choice = tl.load(found + first + parent, mask=real, other=-1).to(tl.int64)
-    else:
-        pick = tl.load(picks + first + row, mask=real, other=0)
-        choice = tl.load(picks + first + parent, mask=real, other=-1)
+    pick = tl.load(chosen + first + row, mask=real, other=0).to(tl.int64)
+    there = tl.load(chosen + all_rows + first + row, mask=real, other=0) > float("-inf")
+    choice = tl.load(chosen + first + parent, mask=real, other=-1).to(tl.int64)
     valid = (tl.load(row_valid + first + row, mask=real, other=0) > 0) & real
     accepted = tl.load(row_accepted + first + row, mask=real, other=0) > 0
     token = tl.load(row_tokens + first + row, mask=real, other=0)
@@ -258,6 +259,9 @@ def settle(
     tl.store(kept_counts + lane, kept_count)
     tl.store(kept_rows + lane * DEEP + depth, row.to(tl.int64), mask=kept)
     tl.store(kept_tokens + lane * DEEP + depth, pick, mask=on_path)
+    if COUNTED:
+        tl.atomic_add(times_seen + lane * vocabulary + pick, 1.0, mask=kept, sem="relaxed")
+        tl.atomic_add(times_answered + lane * vocabulary + pick, 1.0, mask=kept, sem="relaxed")
     lost = tl.min(tl.where(kept & (there == 0), depth, DEPTHS), 0)
     tl.store(report, kept_count.to(tl.int32))
     tl.store(report + 1, tl.where(lost < DEPTHS, lost, -1).to(tl.int32))
@@ -664,3 +668,217 @@ def likely(
         logit = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         tl.store(found + row * TOP + rank, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.float64))
         tl.store(found + rows * TOP + row * TOP + rank, (logit - whole).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=ROWS_VARY)
+def penalise(
+    logits, scores, bias, seen, answered, repetitions, presences, frequencies, row_tokens, row_parents, width, count,
+    PART: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part of a row: its logits with bias and penalties, as `Choices` has them. Not for fused multiply-adds."""
+    _wait(EARLY)
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
+    there = place < width
+    lane = row // count
+    guessed = tl.zeros([PART], tl.float32)
+    above = row % count
+    while above > 0:  # to a row the guesses above it are text, row 0 being text already
+        guessed += (place == tl.load(row_tokens + lane * count + above)).to(tl.float32)
+        above = tl.load(row_parents + lane * count + above)
+    of = lane * width + place
+    shaped = tl.load(logits + row * width + place, mask=there, other=0.0).to(tl.float32)
+    shaped += tl.load(bias + of, mask=there, other=0.0)
+    before = tl.load(seen + of, mask=there, other=0.0) + guessed
+    often = tl.load(answered + of, mask=there, other=0.0) + guessed
+    repetition = tl.load(repetitions + lane)
+    repeated = tl.where(shaped < 0, shaped * repetition, tl.div_rn(shaped, repetition))
+    shaped = tl.where(before > 0, repeated, shaped)
+    less = tl.load(presences + lane) + tl.load(frequencies + lane) * often
+    shaped = tl.where(often > 0, shaped - less, shaped)
+    tl.store(scores + row * width + place, shaped, mask=there)
+
+
+@triton.jit
+def _scored(logits, found, temperatures, row, place, rows, count, width):
+    """Scores of some words of a row, and the highest of the whole row, as `Choices` has them before cuts."""
+    best = tl.load(found + rows + row).to(tl.float32)
+    base = tl.where(tl.abs(best) < float("inf"), best, 0.0)
+    temperature = tl.load(temperatures + row // count)
+    warm = tl.where(temperature > 0, temperature, 1.0)
+    logit = tl.load(logits + row * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(logit - base, warm), tl.div_rn(best - base, warm)
+
+
+@triton.jit
+def _ordered(score):
+    """Whole numbers of 32 bits in the order of the floats."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # there is a zero with a sign
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
+
+
+@triton.jit
+def _mass(score, whole):
+    """The share of a word in `whole`, the sum of all exponentials, as a whole number. Where one is infinite, none."""
+    share = tl.exp(score.to(tl.float64)) / whole * 4503599627370496.0  # 2**52
+    return tl.where(share == share, share, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _border(sums, states, row, parts, PARTS: tl.constexpr):
+    """What a pass of `sift` has found for a row.
+
+    The digits of the border so far, how much is still wanted below all that is above it, and by part the sum of what
+    has these digits.
+    """
+    part, digit = tl.arange(0, PARTS), tl.arange(0, DIGITS)
+    of = (row * parts + part[:, None]) * DIGITS + digit[None, :]
+    each = tl.load(sums + of, mask=(part < parts)[:, None], other=0)
+    total = tl.sum(each, 0)
+    above = tl.sum(total, 0) - tl.cumsum(total, 0)
+    wanted = tl.load(states + 2 * row + 1)
+    lowest = tl.min(tl.where(above < wanted, digit, DIGITS), 0)
+    wanted -= tl.sum(tl.where(digit == lowest, above, 0), 0)
+    return tl.load(states + 2 * row) * DIGITS + lowest, wanted, tl.sum(tl.where(digit[None, :] == lowest, each, 0), 1)
+
+
+@triton.jit(do_not_specialize=ROWS_VARY)
+def sift(
+    logits, found, temperatures, limits, weights, wholes, sums, states, rows, count, width, parts, number,
+    PART: tl.constexpr, PARTS: tl.constexpr, MASS: tl.constexpr, FIRST: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part of a row, in one of the passes that look for the border of a cut, the score of the last word it keeps.
+
+    The words above the border are fewer than the limit of the lane: how many there are, or, with MASS, what they weigh
+    of one. So it is the lowest such number of 32 bits. Each pass finds a digit, the FIRST the highest, by
+    what the words with each digit add up to, `sums` [passes, rows, parts, DIGITS]; the next pass finds it there.
+    `states` [passes, rows, 2] are the digits so far and what is still wanted. `weights` [rows, parts] are sums of
+    exponentials, and `wholes` [rows] those of rows.
+    """
+    _wait(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = part * PART + tl.arange(0, PART)
+    score, _ = _scored(logits, found, temperatures, row, place, rows, count, width)
+    line = rows * parts * DIGITS
+    if FIRST:
+        border = tl.full([], 0, tl.int64)
+        if MASS:
+            share = tl.load(limits + row // count)
+            wanted = tl.where(share < 1, tl.ceil(share * 4503599627370496.0).to(tl.int64), 1 << 62)
+        else:
+            wanted = tl.load(limits + row // count)
+    else:
+        before = number - 1
+        border, wanted, _ = _border(sums + before * line, states + before * 2 * rows, row, parts, PARTS)
+    if MASS:
+        if FIRST:
+            other = tl.arange(0, PARTS)
+            whole = tl.sum(tl.load(weights + row * parts + other, mask=other < parts, other=0.0), 0)
+            tl.store(wholes + row, whole, mask=part == 0)
+        else:
+            whole = tl.load(wholes + row)
+        weight = _mass(score, whole)
+    else:
+        weight = tl.full([PART], 1, tl.int64)
+    states += number * 2 * rows + 2 * row
+    tl.store(states, border, mask=part == 0)
+    tl.store(states + 1, wanted, mask=part == 0)
+    digit = tl.arange(0, DIGITS)
+    begun = _ordered(score) >> (28 - 4 * number)
+    mine = (begun >> 4 == border) & (place < width)
+    of_digit = mine[None, :] & ((begun & (DIGITS - 1))[None, :] == digit[:, None])
+    total = tl.sum(tl.where(of_digit, weight[None, :], 0), 1)
+    tl.store(sums + number * line + (row * parts + part) * DIGITS + digit, total)
+
+
+@triton.jit(do_not_specialize=ROWS_VARY)
+def weigh(
+    logits, found, temperatures, counts, states, weights, rows, count, width, parts,
+    PART: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part of a row: the sum of the exponentials of its scores. TOP_K: of those that this cut keeps."""
+    _wait(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = part * PART + tl.arange(0, PART)
+    score, _ = _scored(logits, found, temperatures, row, place, rows, count, width)
+    kept = place < width
+    if TOP_K:
+        least, _, _ = _border(counts, states, row, parts, PARTS)
+        kept = kept & (_ordered(score) >= least)
+    tl.store(weights + row * parts + part, tl.sum(tl.where(kept, tl.exp(score.to(tl.float64)), 0.0), 0))
+
+
+@triton.jit
+def _splitmix(x):
+    """As `picking._splitmix`, of a number without a sign."""
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _mixed(x):
+    """As `picking.mixed`, of numbers of 32 bits without a sign."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(seed, position, word):
+    """The noise of words, as `choosing.gumbel` has it for the target's choices."""
+    first = seed.to(tl.uint64)
+    first = _splitmix(first ^ _splitmix(position.to(tl.uint64)))
+    for stream in tl.static_range(2):
+        first = _splitmix(first ^ _splitmix(tl.full([], stream, tl.uint64)))
+    second = _splitmix(first)
+    word = word.to(tl.uint32)
+    high = _mixed(_mixed(word ^ first.to(tl.uint32)) ^ (first >> 32).to(tl.uint32)).to(tl.int64)
+    low = _mixed(_mixed(word ^ second.to(tl.uint32)) ^ (second >> 32).to(tl.uint32)).to(tl.int64)
+    bits = (high << 20) | (low >> 12)
+    return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.220446049250313e-16))  # 2**-52
+
+
+@triton.jit(do_not_specialize=ROWS_VARY)
+def draw(
+    logits, found, temperatures, min_ps, lengths, seeds, row_depths,
+    counts, count_states, masses, mass_states, wholes, tops, places, rows, count, width, parts,
+    PART: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of a part of a row: the highest score with noise among the words that are not cut, and its place."""
+    _wait(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = part * PART + tl.arange(0, PART)
+    score, top = _scored(logits, found, temperatures, row, place, rows, count, width)
+    lane = row // count
+    kept = (place < width) & ((score < top + tl.load(min_ps + lane)) == 0)
+    if TOP_K:
+        least, _, _ = _border(counts, count_states, row, parts, PARTS)
+        kept = kept & (_ordered(score) >= least)
+    if TOP_P:  # of equals at the border the first are kept
+        border, wanted, at_border = _border(masses, mass_states, row, parts, PARTS)
+        order = _ordered(score)
+        mass = tl.where(order == border, _mass(score, tl.load(wholes + row)), 0)
+        before = tl.sum(tl.where(tl.arange(0, PARTS) < part, at_border, 0), 0) + tl.cumsum(mass, 0) - mass
+        kept = kept & ((order > border) | ((order == border) & (before < wanted)))
+    position = tl.load(lengths + lane) + tl.load(row_depths + row)
+    noised = score.to(tl.float64) + _gumbel(tl.load(seeds + lane), position, place)
+    noised = tl.where(kept, tl.where(noised == noised, noised, float("inf")), float("-inf"))
+    highest = tl.max(noised, 0)
+    tl.store(tops + row * parts + part, highest)
+    tl.store(places + row * parts + part, tl.min(tl.where(noised == highest, place, width), 0))
+
+
+@triton.jit(do_not_specialize=ROWS_VARY)
+def drawn(tops, places, found, temperatures, chosen, rows, count, parts, PARTS: tl.constexpr, EARLY: tl.constexpr):
+    """The best of a row's parts, or what was found where nothing is drawn, and the highest score that was found."""
+    _wait(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    of = row * parts + part
+    top = tl.load(tops + of, mask=part < parts, other=float("-inf"))
+    place = tl.load(places + of, mask=part < parts, other=0x7FFFFFFF)
+    best = tl.min(tl.where(top == tl.max(top, 0), place, 0x7FFFFFFF), 0).to(tl.float64)
+    warm = tl.load(temperatures + row // count) > 0
+    tl.store(chosen + row, tl.where(warm, best, tl.load(found + row)))
+    tl.store(chosen + rows + row, tl.load(found + rows + row))
