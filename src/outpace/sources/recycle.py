@@ -4,8 +4,9 @@ Most rows of a step are rejected, but the model has said what it expects after e
 the row's token alone, whatever stood before it, and is the next guess wherever that token comes again. Known as Token
 Recycling.
 
-The memory is each lane's own and begins empty, or with what the model said while it read the prompt. One memory for all
-texts would know more tokens, but then the steps of a text would depend on what was written before and beside it.
+The memory is each lane's own and begins empty. One for all texts would know more tokens, but then the steps of a text
+would depend on what was written before and beside it. The prompt's rows would fill it too, but they have no logits: to
+compute them takes about as long as what they win.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ NAME = "recycled"
 class Recycle(Source):
     """Paths of ranks from the text's end on: at each depth one of the next tokens that are remembered.
 
-    A token is as likely as the model believed it then to be. So it proved: of the tokens that were remembered with a
-    chance of 0.37 or more 0.56 came next, of those from 0.14 on 0.28, from 0.05 on 0.10, from 0.02 on 0.03.
+    A token is as likely to come next as the model believed it to be then. So it proved on 12 answers of a small model:
+    of tokens with a chance of 0.37 or more 0.56 came, of those from 0.14 on 0.22, from 0.05 on 0.08, from 0.02 on 0.03.
 
     ranks: how many next tokens are remembered after each token.
     paths: how many paths are offered.
