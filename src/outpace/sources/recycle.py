@@ -79,24 +79,16 @@ class Recycle(Source):
         return [Nodes(newest, self._depths.expand(lanes, -1), torch.stack(hashes, 2), chances, self.first)]
 
     def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
-        self._remember(0, rows.tokens, rows.valid, logits)
-
-    def _remember(self, first: int, tokens: torch.Tensor, valid: torch.Tensor, logits: torch.Tensor) -> None:
-        """What the model says after tokens [lanes, rows], for the lanes from `first` on.
-
-        Of rows that go to one place the first is remembered: in a draft the likeliest come first.
-        """
-        lanes, count = tokens.shape
+        """Of rows that go to one place the first is remembered: the likeliest come first, and they proved best."""
+        tokens, (lanes, count) = rows.tokens, rows.tokens.shape
         ranks = min(self._next.shape[2], logits.shape[1])
         quick = fused.usable(logits.device)
         found = (fused.likeliest if quick else likeliest)(logits, ranks)  # [2, all rows, ranks]
-        mine = slice(first, first + lanes)
-        memory = self._known[mine], self._next[mine], self._chances[mine]
         if quick:
-            fused.remember(tokens, valid, found, *memory)
+            fused.remember(tokens, rows.valid, found, self._known, self._next, self._chances)
             return
-        known, following, chances = memory
-        place = torch.where(valid, tokens % self.size, self.size)
+        known, following, chances = self._known[:lanes], self._next[:lanes], self._chances[:lanes]
+        place = torch.where(rows.valid, tokens % self.size, self.size)
         row = torch.arange(count, device=tokens.device)
         again = ((place[:, :, None] == place[:, None, :]) & (row < row[:, None])).any(2)
         place = place.masked_fill(again, self.size)
