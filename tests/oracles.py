@@ -187,6 +187,37 @@ def head_paths(
     }
 
 
+# Recycling
+
+
+@dataclass
+class Recycled:
+    """What the model ranked next after tokens; those that are equal modulo `size` push each other out."""
+
+    size: int
+    entries: dict[int, tuple[int, list[tuple[int, float]]]] = field(default_factory=dict)  # of the newest step
+
+    def learn(self, tokens: Sequence[int], ranked: Sequence[list[tuple[int, float]]]) -> None:
+        """After each row the tokens with the logarithms of their chances, the best first. Of rows the first wins."""
+        for token, following in reversed([*zip(tokens, ranked, strict=True)]):
+            self.entries[token % self.size] = token, following
+
+    def guess(self, root: int, ranks: Sequence[Path]) -> dict[Path, float]:
+        """The logarithm of the chance of each path of ranks that is known."""
+        found: dict[Path, float] = {}
+        for path in ranks:
+            token, tokens, chance = root, Path(), 0.0
+            for rank in path:
+                known, following = self.entries.get(token % self.size, (None, []))
+                if known != token or rank >= len(following):
+                    break
+                token = following[rank][0]
+                tokens, chance = (*tokens, token), chance + following[rank][1]
+            else:
+                found[tokens] = chance
+        return found
+
+
 # One tree
 
 

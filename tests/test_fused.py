@@ -15,10 +15,12 @@ from outpace.draft import find_best
 from outpace.models.hf import HFModel
 from outpace.picking import likeliest
 from outpace.runtime.graphs import GraphEngine
+from outpace.sources.recycle import Recycle
 from outpace.step import fused
 from outpace.step.choosing import Choices
-from outpace.step.nodes import Rows
+from outpace.step.nodes import NEVER, Nodes, Rows, plant
 from outpace.step.texts import Texts
+from outpace.step.walking import Walk
 
 from .conftest import tiny
 from .test_attention import DEVICE, attention
@@ -80,7 +82,7 @@ def steps_of(
 def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method = METHODS.get(name)
     if method is None:
-        method = method_for(name, random_heads(name, tiny("Llama")), rows=16)
+        method = method_for(name, random_heads(name, tiny("Llama")), rows=16, recycled=5)
     expected = steps_of(method, texts, monkeypatch, kernels=False)
     assert steps_of(method, texts, monkeypatch, kernels=True) == expected
 
@@ -186,6 +188,44 @@ def test_of_equal_words_at_the_border_the_first_are_kept(kept: int) -> None:
     found, expected = both_choose([Sampling(temperature=1.0, top_p=kept / 4, seed=4)], logits, rows)
     assert torch.equal(found, expected)
     assert set(found[0].tolist()) <= set(places[:kept].tolist())
+
+
+def hashes_of(nodes: Nodes) -> torch.Tensor:
+    return nodes.paths.gather(2, nodes.depths[..., None])[..., 0]
+
+
+@pytest.mark.parametrize(("lanes", "rows", "ranks"), [(1, 1, 3), (2, 7, 8)])
+def test_recycling(lanes: int, rows: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few places and words, so that rows go to the same ones, and with NaN."""
+    torch.manual_seed(rows)
+    device = torch.device(DEVICE)
+    words, size, memory = 9, 7, ("_known", "_next", "_chances")
+    texts = Texts(lanes + 1, 9, device).view(lanes, 9)
+    both = [Recycle(ranks, 40, lanes + 1, device, size) for _ in range(2)]
+    for _ in range(2):
+        texts.tokens.random_(words)
+        texts.lengths.random_(10)
+        draft = plant(texts.roots(), [], 1, texts.lengths, rows=rows)
+        draft.tokens.random_(words)
+        draft = draft._replace(valid=torch.rand(lanes, rows, device=device) < 0.7)
+        logits = torch.randn(lanes * rows, words, device=device)
+        logits[::5, 3] = torch.nan
+        for kernels, source in enumerate(both):
+            monkeypatch.setattr(fused, "usable", lambda device, kernels=kernels: bool(kernels))
+            source.learn(texts, draft, draft.tokens, Walk(*draft[:3]), logits)
+        known, following, chances = ([getattr(source, name)[:, :size] for source in both] for name in memory)
+        assert torch.equal(*known)
+        torch.testing.assert_close(*chances, rtol=0, atol=1e-5)
+        assert torch.equal(*(tokens * (chances[0] > NEVER) for tokens in following))
+        found = []
+        for kernels, source in enumerate(both):
+            monkeypatch.setattr(fused, "usable", lambda device, kernels=kernels: bool(kernels))
+            found += source.guess(texts, texts.lengths)
+        torch.testing.assert_close(found[0].chances, found[1].chances, rtol=0, atol=1e-4)
+        there = found[0].chances > NEVER
+        for ends in ([nodes.tokens[there] for nodes in found], [hashes_of(nodes)[there] for nodes in found]):
+            assert torch.equal(*ends)
+    assert there.any() or rows == 1
 
 
 @pytest.mark.parametrize("words", [50, 4096, 9000])

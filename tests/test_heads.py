@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import random
@@ -318,7 +319,7 @@ def test_heads_that_make_it_slower_are_not_asked(tree: str, kept: Path) -> None:
     method = replace(ready, heads=ready.heads._replace(shipped=True))
     with pytest.warns(OutpaceWarning, match=r"0\.90 times as fast as plain decoding .* priced=False"):
         steps = list(decoder.stream(prompt, method=method, max_new_tokens=12))
-    assert {source for step in steps for source in step.draft.sources[1:]} == {"lookup"}
+    assert {source for step in steps for source in step.draft.sources[1:]} == {"lookup", "recycled"}
     assert [token for step in steps for token in step.tokens] == plain
     for used in (ready, replace(method, priced=False)):  # heads that were not measured, and those asked for
         steps = list(decoder.stream(prompt, method=used, max_new_tokens=12))
@@ -331,12 +332,28 @@ def test_some_rows_go_to_repetition(tree: str, kept: Path) -> None:
     decoder = Decoder(tiny("Llama"))
     prompt = [5, 9, 7, 3, 8, 2] * 3
     for lookup in (0.0, 0.5):
-        method = decoder.prepare(Amphista(heads=kept, rows=11, tree=tree, lookup=lookup))
+        method = decoder.prepare(Amphista(heads=kept, rows=11, tree=tree, lookup=lookup, recycled=0))
         drafts = [step.draft for step in decoder.stream(prompt, method=method, max_new_tokens=12)]
         found = {source for draft in drafts for source in draft.sources[1:]}
         assert "head 1" in found
         assert ("lookup" in found) == (lookup > 0)
         assert max(map(len, drafts)) <= 11
+
+
+def test_what_the_model_said_is_recycled(kept: Path) -> None:
+    """By the host and by a program, whether or not the text is looked through too."""
+    model = tiny("Llama")
+    host, program = Decoder(model), Decoder(model)
+    program.engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
+    prompt = [5, 9, 7, 3, 8, 2]
+    plain = host.generate(prompt, max_new_tokens=24, method="autoregressive").token_ids
+    for decoder, lookup, recycled in itertools.product((host, program), (0.0, 0.5), (0, 3)):
+        method = decoder.prepare(Amphista(heads=kept, rows=11, lookup=lookup, recycled=recycled))
+        steps = list(decoder.stream(prompt, method=method, max_new_tokens=24))
+        assert [token for step in steps for token in step.tokens] == plain
+        found = {source for step in steps for source in step.draft.sources[1:]}
+        assert ("recycled" in found) == (recycled > 0)
+        assert max(len(step.draft) for step in steps) <= 11
 
 
 def test_a_tree_is_as_large_as_pays() -> None:

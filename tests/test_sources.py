@@ -21,6 +21,7 @@ from outpace.sources.heads import HeadGuesses, SequentialGuesses, likely_paths
 from outpace.sources.history import History, matches
 from outpace.sources.jacobi import Jacobi
 from outpace.sources.ngrams import NONE, Ngrams
+from outpace.sources.recycle import DEEPEST, Recycle
 from outpace.sources.window import Settings, Window
 from outpace.step.choosing import Choices
 from outpace.step.nodes import NEVER, Nodes, Rows, plant
@@ -155,11 +156,13 @@ def steps(draw: random.Random, source: Any, count: int, most: int) -> Any:
         picks %= WORDS
         found = walk(rows, picks, source.deepest)
         lanes.append(found.tokens, found.counts)
-        source.learn(lanes, rows, best, found)
+        logits = torch.randn(best.numel(), WORDS)
+        logits[torch.arange(len(logits)), best.flatten()] = 4.0 + torch.rand(len(logits))
+        source.learn(lanes, rows, best, found, logits)
         before = [list(text) for text in texts]
         for lane, text in enumerate(texts):
             text += found.tokens[lane, : found.counts[lane]].tolist()
-        yield before, rows, best, found, room.tolist(), [list(text) for text in texts]
+        yield before, rows, best, found, room.tolist(), [list(text) for text in texts], logits.view(LANES, -1, WORDS)
 
 
 @settings(max_examples=40)
@@ -168,12 +171,48 @@ def test_jacobi(draw: random.Random, window: int) -> None:
     run = steps(draw, Jacobi(window, LANES + 2, CPU), 5, window + 1)
     texts, seeds = next(run)
     guesses = [random.Random(seed).choices(text, k=window) for text, seed in zip(texts, seeds, strict=True)]
-    for _, rows, best, found, room, after in run:
+    for _, rows, best, found, room, after, _ in run:
         for lane, text in enumerate(after):
             drafted = guesses[lane][: room[lane]]
             assert paths_of(rows, lane) == [tuple(drafted[:at]) for at in range(len(drafted) + 1)]
             said = best[lane, : len(drafted) + 1].tolist()
             guesses[lane] = oracles.jacobi(said, int(found.counts[lane]), text, signed(seeds[lane]), window)
+
+
+@settings(max_examples=40)
+@given(st.randoms(use_true_random=False), st.integers(1, 7), st.integers(1, 20), st.sampled_from([1, 3, 8]))
+def test_recycling(draw: random.Random, ranks: int, paths: int, size: int) -> None:
+    torch.manual_seed(draw.randrange(2**32))
+    source, ways = Recycle(ranks, paths, LANES + 2, CPU, size), likely_paths(DEEPEST, ranks, paths)
+    source._known.random_(WORDS)  # what a text that has ended left behind
+    run = steps(draw, source, 6, 1 + source.nodes)
+    texts, _ = next(run)
+    simple = [oracles.Recycled(size) for _ in texts]
+    for before, rows, _, _, room, _, logits in run:
+        for lane, text in enumerate(before):
+            expected = {path for path in simple[lane].guess(text[-1], ways) if len(path) <= room[lane]}
+            paths_here = paths_of(rows, lane)
+            assert {*paths_here} == {(), *expected}
+            ranked = likeliest(logits[lane], ranks)
+            said = [
+                [(int(token), chance) for token, chance in zip(*line, strict=True)]
+                for line in zip(*ranked.tolist(), strict=True)
+            ]
+            simple[lane].learn(rows.tokens[lane, : len(paths_here)].tolist(), said[: len(paths_here)])
+    lanes = lanes_with([text[-9:] for text in before], [0] * LANES)
+    (nodes,) = source.guess(lanes, torch.full((LANES,), 99))
+    for lane, text in enumerate(before):
+        assert_alike(offered(nodes, lane), simple[lane].guess(text[-1], ways))
+
+
+def test_what_is_not_a_chance_is_not_recycled() -> None:
+    source = Recycle(2, 4, 1, CPU)
+    texts, none = lanes_with([[1], [1], [1]], [0] * 3).view(1, 8), torch.zeros(0)
+    rows = plant(texts.roots(), [], 1, torch.tensor([9]))
+    for line in ([math.nan] * WORDS, [-math.inf, 0.0, -math.inf, -math.inf, -math.inf]):
+        source.learn(texts, rows, none, none, torch.tensor([line]))
+        (nodes,) = source.guess(texts, torch.tensor([9]))
+        assert (nodes.chances > NEVER).sum() == (0 if math.isnan(line[0]) else source.deepest)
 
 
 def published(window: int, ngram: int, guesses: int) -> Settings:
@@ -197,7 +236,7 @@ def test_the_published_lookahead(draw: random.Random, window: int, ngram: int, g
     simple = [oracles.PublishedLookahead(window, ngram, guesses) for _ in texts]
     for lane, text in enumerate(texts):
         simple[lane].open(text, seeds[lane])
-    for before, rows, best, _, room, _ in run:
+    for before, rows, best, _, room, _, _ in run:
         for lane, text in enumerate(before):
             paths = paths_of(rows, lane)
             assert_published(simple[lane], text[-1], room[lane], paths, rows.accepted[lane, : len(paths)].tolist())

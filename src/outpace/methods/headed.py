@@ -28,8 +28,9 @@ from ..sources.base import Plan, Source
 from ..sources.heads import HeadGuesses, SequentialGuesses, likely_paths, make_places
 from ..sources.history import PLACES
 from ..sources.history import History as Repeated
+from ..sources.recycle import Recycle
 from .base import Drafter, Method, prices_of
-from .ngrams import History
+from .ngrams import History, Recycled
 
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
@@ -65,6 +66,8 @@ class Headed(Method):
     rows: how many rows a draft may have.
     lookup: the share of them that may go to guesses that the text repeats itself, as prompt lookup has them; none with
         a tree of your own.
+    recycled: how many tokens are remembered after each token: those that the model ranked next when it last computed a
+        row with it, be it a rejected one. They are guesses where the token comes again; none with a tree of your own.
     tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at every
         step, the one stored with the heads, likeliest by their measured accuracies; or paths of ranks, like
         [[0], [0, 0], [1]].
@@ -80,6 +83,7 @@ class Headed(Method):
     heads: Any = None
     rows: int = 64
     lookup: float = 0.5
+    recycled: int = 8
     tree: Any = "confidence"
     top: int = 10
     beam: int = 64
@@ -87,7 +91,7 @@ class Headed(Method):
     priced: bool = True
 
     def __post_init__(self) -> None:
-        self.check(rows=(1, 1024), lookup=(0.0, 1.0), top=(1, 256), beam=(1, 1024))
+        self.check(rows=(1, 1024), lookup=(0.0, 1.0), recycled=(0, 32), top=(1, 256), beam=(1, 1024))
         if self.tree not in ("confidence", "measured"):
             object.__setattr__(self, "tree", read_tree(self.name, self.tree))
 
@@ -170,6 +174,8 @@ class Headed(Method):
                 found.append(HeadGuesses(heads, shared, paths, lanes, device, self.coupled, worths, compiled))
             if repeated:
                 found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))
+            if self.recycled and grown:
+                found.append(Recycle(self.recycled, CONSIDERED * self.rows, lanes, device))
             return found
 
         rows = self.rows if grown else 1 + len(paths)
@@ -206,6 +212,9 @@ class _Drafter(Drafter):
         self.history = History(LONGEST)
         if self.lookup:
             self.history.extend(sequence.tokens)
+        self.recycled = Recycled(method.recycled) if method.recycled and grown else None
+        # So many rows are not the heads'. What is recycled may have half of them, or what lookup may have.
+        self.others = max(self.lookup, (method.rows - 1) // 2) if self.recycled else self.lookup
         self.tree: list[Ranks] | None = None
         if not isinstance(method.tree, str):
             self.tree = list(method.tree)
@@ -229,6 +238,8 @@ class _Drafter(Drafter):
             self.new.append(scores.hidden[list(verdict.rows)])
         if self.lookup:
             self.history.extend(verdict.tokens)
+        if self.recycled:
+            self.recycled.learn(draft.tokens, scores.logits)
 
     @torch.inference_mode()
     def draft(self, room: int) -> Draft:
@@ -236,7 +247,15 @@ class _Drafter(Drafter):
         # On a GPU the heads compute while the text is looked through.
         expect = self._begin() if self.new and depth else None
         repeated = Tree(root)
-        self.history.grow(repeated, 1 + self.lookup, min(REACH, room), "lookup", floor=FLOOR, price=self.price)
+        self.history.grow(
+            repeated,
+            1 + self.others,
+            min(REACH, room),
+            "lookup",
+            floor=FLOOR,
+            price=self.price,
+            recycled=self.recycled,
+        )
         draft = chain(root, (), "") if expect is None else self._guess(expect, depth, len(repeated) - 1)
         return draft if len(repeated) == 1 else Tree.of(draft, repeated).draft()
 

@@ -1,6 +1,7 @@
 """What followed what: the memories that guess by repetition.
 
-`History` remembers the text itself, `NgramPool` short runs of tokens from anywhere.
+`History` remembers the text itself, `Recycled` what the model expected after each token, `NgramPool` short runs of
+tokens from anywhere.
 """
 
 from __future__ import annotations
@@ -8,10 +9,39 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import exp
+
+import torch
 
 from ..draft import Tree
+from ..picking import likeliest
 from ..runtime.costs import Prices
 from ..sources.history import TRUST
+from ..sources.recycle import NAME as RECYCLED
+
+
+class Recycled:
+    """The `ranks` likeliest tokens after each token, by what the model said the last time that it computed it.
+
+    >>> recycled = Recycled(ranks=2)
+    >>> recycled.learn([7, 5, 7], torch.tensor([[0.0, 2.0, 2.0], [9.0, 0.0, 1.0], [8.0, 8.0, 8.0]]))
+    >>> {token: round(chance, 2) for token, chance in recycled.after(7).items()}
+    {1: 0.47, 2: 0.47}
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._next: dict[int, dict[int, float]] = {}  # token -> token -> its chance
+
+    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """What the model says after tokens, logits [tokens, vocabulary]. Of equal tokens the first is remembered."""
+        found = likeliest(logits, self._ranks)
+        for token, best, chances in zip(reversed(tokens), *found.flip(1).tolist(), strict=True):
+            self._next[token] = {int(other): exp(chance) for other, chance in zip(best, chances, strict=True)}
+
+    def after(self, token: int) -> dict[int, float]:
+        """The chance of each token that may follow."""
+        return self._next.get(token, {})
 
 
 class History:
@@ -61,25 +91,31 @@ class History:
         gate: float = 0.0,
         branching: bool = True,
         price: Prices | None = None,
+        recycled: Recycled | None = None,
     ) -> float:
         """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
+
+        They come from the text, and from what is `recycled`, the likelier of both.
 
         Nothing is added where not even the first guess has the chance `gate`. Where the `price` of a step by its rows
         is known, as many are added as give the most expected tokens for it: none, if that is best. Returns how many
         tokens a step with them is expected to bring.
         """
-        # A heap of guesses: -chance, order, parent row, token, its depth, the end of the text before it.
-        waiting: list[tuple[float, int, int, int, int, tuple[int, ...]]] = []
+        # A heap of guesses: -chance, order, parent row, token, its depth, the end of the text before it, who guesses.
+        waiting: list[tuple[float, int, int, int, int, tuple[int, ...], str]] = []
         order = 0
 
         def consider(row: int, depth: int, end: tuple[int, ...], chance: float) -> None:
             nonlocal order
-            guesses = [(share * chance, token) for token, share in self.chances(end).items() if share * chance > floor]
+            shares = {token: (share, source) for token, share in self.chances(end).items()}
+            for token, share in (recycled.after(tree.tokens[row]) if recycled else {}).items():
+                shares[token] = max(shares.get(token, (0.0, "")), (share, RECYCLED))
+            guesses = [(part * chance, token, by) for token, (part, by) in shares.items() if part * chance > floor]
             if not branching and guesses:
                 guesses = [max(guesses, key=lambda guess: guess[0])]
-            for product, token in guesses:
+            for product, token, by in guesses:
                 order += 1
-                heapq.heappush(waiting, (-product, order, row, token, depth, end))
+                heapq.heappush(waiting, (-product, order, row, token, depth, end, by))
 
         if depth > 0:
             consider(0, 1, tuple(self._end), 1.0)
@@ -88,11 +124,11 @@ class History:
             return expected
         best, best_expected = expected / price(best_rows) if price else 0.0, expected
         while waiting and len(tree) < rows:
-            negative, _, parent, token, at, end = heapq.heappop(waiting)
+            negative, _, parent, token, at, end, by = heapq.heappop(waiting)
             # No guess to come is likelier, so no number of them is worth its price.
             if price and -negative <= best * price.slope(len(tree)):
                 break
-            (row,) = tree.insert((token,), source, below=parent)
+            (row,) = tree.insert((token,), by, below=parent)
             if at < depth:
                 consider(row, at + 1, (*end, token)[-self._longest :], -negative)
             expected -= negative

@@ -326,7 +326,7 @@ class _Whole(FixedStep):
             report, best = self._report(rows, kept, there), found[0].long().view_as(picks)
             program.choices.learn(kept.tokens, kept.counts, self.needs)
         for source in program.sources:
-            source.learn(self.texts, rows, best, kept)
+            source.learn(self.texts, rows, best, kept, output.logits)
         for heads in self.heads:
             heads.read(before, kept, output.hidden.view(self.group, self.each, -1))
         self.report = report

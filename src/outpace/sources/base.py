@@ -30,8 +30,8 @@ class Source:
         """Guesses below the ends of the texts. Those deeper than `room` [lanes] will be left out."""
         raise NotImplementedError
 
-    def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk) -> None:
-        """What the model said after each row, `best` [lanes, rows], and where the walk went.
+    def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
+        """What the model said after each row, `best` [lanes, rows] of `logits` [all rows, words], where the walk went.
 
         The walk's tokens are part of the texts by now.
         """

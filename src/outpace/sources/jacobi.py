@@ -32,7 +32,7 @@ class Jacobi(Source):
         tokens = self._guesses[: texts.lanes, None]
         return [chains(tokens, torch.zeros_like(tokens, dtype=torch.float32), self.first)]
 
-    def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk) -> None:
+    def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
         """The model's answers behind the accepted ones are the next guesses; tokens of the text fill up."""
         place = walk.counts[:, None] + torch.arange(self.deepest, device=best.device)  # rows are in the chain's order
         there = place < rows.valid.sum(1, keepdim=True)

@@ -185,7 +185,7 @@ class Window(Source):
             path[..., place] = torch.where(missing, more[..., 0, 0], path[..., place])
         return path[..., longest:]
 
-    def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk) -> None:
+    def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
         settings, lanes = self.settings, texts.lanes
         if settings.read:
             self._pool.add(self._read(texts, walk))

@@ -428,6 +428,59 @@ def look(
     )
 
 
+def recycled(
+    texts: Any,
+    ranks: torch.Tensor,
+    depths: torch.Tensor,
+    known: torch.Tensor,
+    following: torch.Tensor,
+    chances: torch.Tensor,
+    source: int,
+) -> Nodes:
+    """What `Recycle` offers of its memory, along paths of `ranks` [nodes, deepest]."""
+    from . import kernels
+
+    lanes, device = texts.lanes, texts.device
+    nodes, deepest = ranks.shape
+    tokens = torch.empty(lanes, nodes, dtype=torch.long, device=device)
+    found = torch.empty(lanes, nodes, device=device)
+    paths = torch.empty(lanes, nodes, deepest + 1, dtype=torch.long, device=device)
+    kernels.recycled[(lanes,)](
+        *(texts.tokens, texts.lengths, texts.tokens.stride(0), ranks, depths, known, following, chances),
+        *(tokens, found, paths, nodes),
+        NODES=_power(nodes),
+        DEEP=deepest,
+        SIZE=known.shape[1] - 1,
+        RANKS=following.shape[2],
+        num_warps=4,
+    )
+    return Nodes(tokens, depths.expand(lanes, -1), paths, found, source)
+
+
+def remember(
+    tokens: torch.Tensor,
+    valid: torch.Tensor,
+    found: torch.Tensor,
+    known: torch.Tensor,
+    following: torch.Tensor,
+    chances: torch.Tensor,
+) -> None:
+    """What `Recycle` learns of rows [lanes, rows] from what is likeliest after each, `found` [2, all rows, ranks]."""
+    from . import kernels
+
+    lanes, count = tokens.shape
+    top = found.shape[2]
+    kernels.remember[(lanes, count)](
+        *(tokens.contiguous(), valid.contiguous().view(torch.int8), found, known, following, chances, count),
+        ROWS=_power(count),
+        TOP=top,
+        WIDE=_power(top),
+        SIZE=known.shape[1] - 1,
+        RANKS=following.shape[2],
+        num_warps=1,
+    )
+
+
 def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """`picking.likeliest` for a few tokens of each line of logits [lines, words]."""
     from . import kernels

@@ -627,6 +627,67 @@ def look(
         tl.store(filled + lane, tl.where(full, levels, levels + 1))
 
 
+@triton.jit(do_not_specialize=LANES_VARY)
+def recycled(
+    text, lengths, text_line, ranks, depths, known, following, chances, node_tokens, node_chances, paths, nodes,
+    NODES: tl.constexpr, DEEP: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """One lane: nodes from paths of ranks among the RANKS tokens that are remembered after each token."""
+    lane = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    there = node < nodes
+    depth = tl.load(depths + node, mask=there, other=0)
+    root = tl.load(text + lane * text_line + tl.maximum(tl.load(lengths + lane) - 1, 0))
+    token = tl.zeros([NODES], tl.int64) + root
+    newest = token
+    total = tl.zeros([NODES], tl.float32)
+    hashed = tl.zeros([NODES], tl.int64)
+    way = paths + (lane * nodes + node) * (DEEP + 1)
+    tl.store(way, hashed, mask=there)
+    for above in tl.static_range(DEEP):
+        within = there & (above < depth)
+        place = lane * (SIZE + 1) + token % SIZE
+        same = tl.load(known + place, mask=there, other=-1) == token
+        entry = place * RANKS + tl.load(ranks + node * DEEP + above, mask=there, other=0)
+        believed = tl.load(chances + entry, mask=within & same, other=float("-inf"))
+        token = tl.load(following + entry, mask=there, other=0).to(tl.int64)
+        total = tl.where(within, total + believed, total)
+        newest = tl.where(within, token, newest)
+        hashed += mix(token, above + 1)
+        tl.store(way + above + 1, hashed, mask=there)
+    tl.store(node_tokens + lane * nodes + node, newest, mask=there)
+    tl.store(node_chances + lane * nodes + node, total, mask=there)
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def remember(
+    row_tokens, row_valid, found, known, following, chances, count,
+    ROWS: tl.constexpr, TOP: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """One row of one lane: the TOP tokens that the model ranks next, unless an earlier row goes to the same place.
+
+    WIDE is a power of two that holds TOP.
+    """
+    lane, mine = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = lane * count
+    row = tl.arange(0, ROWS)
+    real = row < count
+    token = tl.load(row_tokens + first + row, mask=real, other=0)
+    valid = tl.load(row_valid + first + row, mask=real, other=0) > 0
+    own = tl.load(row_tokens + first + mine)
+    before = valid & (row < mine) & (token % SIZE == own % SIZE)
+    if (tl.load(row_valid + first + mine) > 0) & (tl.sum(before.to(tl.int32), 0) == 0):
+        place = lane * (SIZE + 1) + own % SIZE
+        rank = tl.arange(0, WIDE)
+        here = rank < TOP
+        line = found + (first + mine) * TOP + rank
+        chance = tl.load(line + tl.num_programs(0).to(tl.int64) * count * TOP, mask=here, other=0.0).to(tl.float32)
+        chance = tl.where(chance > float("-inf"), chance, float("-inf"))  # NaN is no chance
+        tl.store(known + place, own.to(tl.int32))
+        tl.store(following + place * RANKS + rank, tl.load(line, mask=here, other=0.0).to(tl.int32), mask=here)
+        tl.store(chances + place * RANKS + rank, chance, mask=here)
+
+
 @triton.jit
 def likely_parts(logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.constexpr, HELD: tl.constexpr):
     """Of a part of a row of logits: its TOP highest with their places as sortable numbers, its peak and its sum."""
