@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,20 @@ def build(name: str, options: dict[str, Any], seed: int, dtype: torch.dtype) -> 
             parameter.normal_(std=0.3)
     model.generation_config.eos_token_id = None
     return model
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections need not look through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """For the embedded model, which is not tiny."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -93,7 +93,7 @@ def together(decoder: Decoder, prompts: Any, methods: Any, samplings: Any, lengt
 
 def graph_decoder(**options: Any) -> Decoder:
     decoder = Decoder(tiny("Llama"))
-    decoder.engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, **options)
+    decoder.engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, capacity=1024, **options)
     return decoder
 
 
@@ -109,7 +109,7 @@ def test_each_text_is_the_one_it_is_alone(count: int) -> None:
 def test_on_fixed_rows_too(exact_rows: int) -> None:
     """Packed rows in fixed places, and in exact mode texts that take turns."""
     texts = some(10, seed=3)
-    decoder = graph_decoder(exact_rows=exact_rows, capacity=2048)
+    decoder = graph_decoder(exact_rows=exact_rows)
     assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
     assert isinstance(decoder.engine, GraphEngine)
     assert any(key[-2] for key in decoder.engine._graphs) == (exact_rows == 0)
@@ -167,7 +167,7 @@ def _decoder() -> Decoder:
 
 @functools.cache
 def _on_fixed_rows() -> Decoder:
-    return graph_decoder(capacity=1024)
+    return graph_decoder()
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Phi3"])

@@ -124,7 +124,7 @@ def check_texts(decoder: Decoder, model: Any) -> None:
     [
         ("Gemma2", {}),  # every other layer slides
         pytest.param("SmolLM3", {"no_rope_layer_interval": 2}, marks=pytest.mark.slow),  # no positions in every other
-        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),  # every layer scales otherwise
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True, "num_hidden_layers": 2}),  # every layer scales otherwise
     ],
 )
 def test_models_with_layers_of_several_kinds(name: str, changes: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def test_no_way_to_more_rows_costs_less_than_the_slope(rises: list[float], rows:
 def test_curves_are_measured_where_steps_jump() -> None:
     model = HFModel(tiny("Llama"))
     assert _corners(Engine(model)) == ROWS
-    graphs = GraphEngine(model, compiled=False)
+    graphs = GraphEngine(model, compiled=False, capacity=512)
     assert _corners(graphs) == [1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 65, 128]
     graphs.sizes = [32]  # of exact mode: more rows are computed in parts
     assert _corners(graphs) == [1, 32, 33, 64, 65, 96, 97, 128]

@@ -22,7 +22,7 @@ from outpace.runtime.graphs import GraphEngine
 
 from .conftest import tiny, tiny_chain
 
-METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(), Lookahead(window=4, ngram=3, guesses=4)]
+METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(rows=12), Lookahead(window=4, ngram=3, guesses=4)]
 
 
 def cycle(words: int = 5, **options: Any) -> Decoder:
@@ -307,9 +307,9 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
 def test_threads_may_share_a_decoder(fixed: bool) -> None:
     decoder = Decoder(tiny("Mistral"))
     if fixed:
-        decoder.engine = GraphEngine(HFModel(tiny("Mistral")), compiled=False, capacity=4096)
-    prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7], [5] * 40, [6, 7, 6, 7, 6]]
-    options: dict[str, Any] = {"max_new_tokens": 20}
+        decoder.engine = GraphEngine(HFModel(tiny("Mistral")), compiled=False, capacity=640)
+    prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7], [5] * 20, [6, 7, 6, 7, 6]]
+    options: dict[str, Any] = {"max_new_tokens": 8}
     expected = [
         [decoder.generate(prompt, method=method, **options).token_ids for method in METHODS] for prompt in prompts
     ]
@@ -334,11 +334,11 @@ def test_threads_may_share_a_decoder(fixed: bool) -> None:
 def test_a_stream_may_be_dropped_in_another_thread_at_any_moment() -> None:
     decoder = Decoder(tiny("Llama"))
     method = Lookahead(window=4, ngram=3)
-    expected = decoder.generate([1, 2, 3], method=method, max_new_tokens=120).token_ids
+    expected = decoder.generate([1, 2, 3], method=method, max_new_tokens=60).token_ids
     done = threading.Event()
 
     def write() -> list[int]:
-        found = [decoder.generate([1, 2, 3], method=method, max_new_tokens=120).token_ids for _ in range(2)]
+        found = [decoder.generate([1, 2, 3], method=method, max_new_tokens=60).token_ids for _ in range(2)]
         done.set()
         assert found == [expected] * 2
         return found[0]

@@ -33,7 +33,7 @@ from .test_cli import folder, outpace  # noqa: F401 (a fixture)
 
 PROMPT = [17, 72, 8, 32, 15, 63, 57, 60, 83, 48, 11, 5, 11, 11]
 METHODS = [Autoregressive(), Lookahead(window=4, ngram=3), PromptLookup()]
-NEW = 30
+NEW = 20
 
 
 def model_with(**wishes: Any) -> Any:

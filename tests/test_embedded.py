@@ -24,7 +24,7 @@ from outpace import (
 from outpace.bench.prompts import PROMPTS
 from outpace.methods.headed import SHIPPED
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, pytest.mark.usefixtures("two_threads")]
 LISTED = [prompt for group in PROMPTS.values() for prompt in group]
 # Its two best logits once differ in the seventh digit, and in float32 the number of rows decides which is higher.
 TIED = "Translate into German: Please close the window before it starts to rain."
@@ -34,13 +34,11 @@ HEADS: list[Medusa | Hydra | Amphista] = [Medusa(rows=8), Hydra(rows=8), Amphist
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    torch.set_num_threads(2)
     return load("smollm2-135m", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")
 def exact() -> Decoder:
-    torch.set_num_threads(2)
     return load("smollm2-135m", dtype="float32", device="cpu", exact=True)
 
 

@@ -98,7 +98,7 @@ def test_random_heads_change_nothing(name: str, kind: str) -> None:
     prompt = rng.choices(range(VOCABULARY), k=9)
     methods = [method_for(kind, heads, rows=11), method_for(kind, heads, tree=random_tree(rng, heads.count))]
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=rng.randrange(99))):
-        options = {"sampling": sampling, "max_new_tokens": 20}
+        options = {"sampling": sampling, "max_new_tokens": 12}
         plain = decoder.generate(prompt, method=Autoregressive(), **options)
         for method in methods:
             found = decoder.generate(prompt, method=decoder.prepare(method), **options)
@@ -166,14 +166,14 @@ def test_heads_in_fixed_places_guess_the_same(kind: str, whole_steps: bool) -> N
     """The runtime of CUDA graphs, which on a CPU runs the same code without a capture, against the plain one."""
     model = tiny("Llama")
     plain, fixed = Decoder(model), Decoder(model)
-    engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
+    engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
     engine.whole_steps = whole_steps
     fixed.engine = engine
     everything = tuple((rank,) for rank in range(VOCABULARY))  # so that two rows are accepted at every step, and more
     tree = (*everything, *((rank, 0) for rank in range(VOCABULARY)))
     method = method_for(kind, random_heads(kind, model, SETTINGS[kind][0]), tree=tree)
     for prompt in ([5], [7, 3, 9, 9, 2, 7, 3]):
-        steps = _steps(plain, method, prompt, 40)
+        steps = _steps(plain, method, prompt, 16)
         if whole_steps and kind != "hydra":  # these guess from the first step on
             tokens, *_ = steps.pop(0)
             prompt = [*prompt, *tokens]
@@ -191,7 +191,7 @@ def _steps(decoder: Decoder, method: Headed, prompt: list[int], length: int) -> 
 def test_a_graph_of_heads_keeps_no_text_alive(whole_steps: bool) -> None:
     model = tiny("Llama")
     decoder = Decoder(model)
-    decoder.engine = engine = GraphEngine(HFModel(model), compiled=False)
+    decoder.engine = engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
     engine.whole_steps = whole_steps
     method = decoder.prepare(method_for("medusa", random_heads("medusa", model)))
     decoder.generate([7, 3, 9], method=method, max_new_tokens=6)

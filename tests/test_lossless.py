@@ -55,18 +55,18 @@ def test_greedy_equals_plain_and_transformers(name: str) -> None:
     for seed in range(2):
         prompt = prompt_of(seed)
         ids = torch.tensor([prompt])
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         expected = theirs[0, len(prompt) :].tolist()
-        assert write(decoder, PLAIN, prompt, Sampling()) == expected
+        assert write(decoder, PLAIN, prompt, Sampling(), 24) == expected
         for label, method in [*METHODS.items(), ("draft", DraftModel(model=tiny(name, seed=5), length=3))]:
-            assert write(decoder, method, prompt, Sampling()) == expected, label
+            assert write(decoder, method, prompt, Sampling(), 24) == expected, label
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, quick=["Llama"]))
 def test_the_same_seed_gives_the_same_text(name: str) -> None:
     decoder = Decoder(tiny(name))
     prompt = prompt_of(9)
-    for seed in range(5):
+    for seed in range(3):
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=seed)
         expected = write(decoder, PLAIN, prompt, sampling, 14)
         for label, method in [*METHODS.items(), ("draft", DraftModel(model=tiny(name, seed=5), length=3))]:
@@ -129,7 +129,7 @@ def test_any_settings_of_any_method(data: Any) -> None:
         )
     )
     prompt = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20))
-    length = data.draw(st.integers(1, 30))
+    length = data.draw(st.integers(1, 20))
     assert write(decoder, method, prompt, sampling, length) == write(decoder, PLAIN, prompt, sampling, length)
 
 
@@ -146,7 +146,7 @@ def test_the_end_of_the_context_changes_nothing() -> None:
     """Drafts that would reach beyond the last position are cut, also for tables of learned positions."""
     for name in ("GPT2", "OPT", "Llama"):
         decoder = Decoder(tiny(name))
-        prompt = prompt_of(2, 120)
+        prompt = prompt_of(2, 136)
         expected = write(decoder, PLAIN, prompt, Sampling(), length=1000)
         assert len(expected) == CONTEXT - len(prompt)
         for label, method in [*METHODS.items(), ("draft", DraftModel(model=tiny(name, seed=5), length=3))]:
@@ -205,10 +205,19 @@ def check_distribution(method: Method, rule: str, texts: int, length: int = 50) 
     assert chi_square_fits(counts, scores.masked_fill(scores < worst, -torch.inf).softmax(-1))
 
 
-@pytest.mark.parametrize("rule", ["keyed", "rejection"])
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(("name", "rule"), [("autoregressive", "keyed"), *((name, "rejection") for name in DRAWN)])
 def test_distribution(name: str, rule: str) -> None:
+    """With keyed noise all methods write one text (below), so plain decoding stands for them."""
     check_distribution(DRAWN[name], rule, texts=60)
+
+
+def test_with_keyed_noise_the_texts_are_one() -> None:
+    decoder = Decoder(Bigram(TARGET))
+    for seed in range(5):
+        sampling = Sampling(temperature=1.3, top_k=5, seed=seed)
+        expected = write(decoder, PLAIN, [seed], sampling)
+        for name, method in DRAWN.items():
+            assert write(decoder, method, [seed], sampling) == expected, name
 
 
 @pytest.mark.slow

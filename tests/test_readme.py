@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.embedded
+@pytest.mark.usefixtures("two_threads")
 def test_python_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(2)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 3
     names: dict[str, object] = {}

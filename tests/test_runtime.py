@@ -60,7 +60,7 @@ def test_models_that_lists_cannot_express_say_so() -> None:
 def test_sequences_take_turns() -> None:
     """The device holds one sequence's list of slots; another one's step must not leave it stale."""
     model = tiny("Llama")
-    engine = GraphEngine(HFModel(model), compiled=False)
+    engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
     alone = Decoder(model).generate(PROMPT, max_new_tokens=12).token_ids
     decoder = decoder_on(engine, model)
     first, second = (decoder.stream(PROMPT, method=method, max_new_tokens=12) for method in METHODS[1:3])
@@ -88,7 +88,7 @@ def test_lists_and_bits_say_what_the_mask_says(data: Any) -> None:
 
 
 def test_segments_make_a_whole() -> None:
-    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False)
+    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, capacity=512)
     with engine.pool.sequence([3, 1, 4, 1, 5]) as sequence:
         whole = engine.score(sequence, chain(5, [9, 2], "")).logits.clone()
         engine.pool.free(sequence.drafted)
@@ -99,7 +99,7 @@ def test_segments_make_a_whole() -> None:
 
 
 def test_exact_mode_checks_itself() -> None:
-    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8)
+    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8, capacity=512)
     right = engine.model.forward
     noise = 0.0
 
@@ -121,7 +121,7 @@ def test_exact_mode_checks_itself() -> None:
 
 def test_exact_mode_computes_as_many_rows_outside_of_layers_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama")
-    engine = GraphEngine(HFModel(model), compiled=False, exact_rows=8)
+    engine = GraphEngine(HFModel(model), compiled=False, exact_rows=8, capacity=512)
     seen: list[int] = []
     norm = engine.model._mirror.get_decoder().norm
     right = norm.forward
@@ -152,7 +152,7 @@ def test_layers_of_a_kind_share_one_compilation(monkeypatch: pytest.MonkeyPatch)
     adapted = HFModel(model)
     adapted.fuse()
     try:
-        decoder = decoder_on(GraphEngine(adapted), model)
+        decoder = decoder_on(GraphEngine(adapted, capacity=2048), model)
         expected = Decoder(model).generate(PROMPT, method=Autoregressive(), max_new_tokens=16).token_ids
         for method in METHODS:
             assert decoder.generate(PROMPT, method=method, max_new_tokens=16).token_ids == expected
@@ -189,7 +189,7 @@ def test_joined_weights_are_the_models_own_and_come_apart_again() -> None:
     attention = model.model.layers[0].self_attn
     storage = attention.q_proj.weight.untyped_storage().data_ptr()
     assert attention.v_proj.weight.untyped_storage().data_ptr() == storage
-    engine = GraphEngine(adapted, compiled=False)
+    engine = GraphEngine(adapted, compiled=False, capacity=512)
     assert decoder_on(engine, model).generate(PROMPT, max_new_tokens=12).token_ids == text
     assert torch.equal(model(ids).logits, logits)
     adapted.unfuse()
@@ -255,7 +255,7 @@ def test_a_model_that_cannot_be_captured_runs_without(monkeypatch: pytest.Monkey
     monkeypatch.setattr(graphs._Graph, "capture", fail)
     model = tiny("Llama")
     adapted = HFModel(model)
-    decoder = decoder_on(GraphEngine(adapted), model, whole_steps=False)
+    decoder = decoder_on(GraphEngine(adapted, capacity=512), model, whole_steps=False)
     with pytest.warns(OutpaceWarning) as warned:
         text = decoder.generate(PROMPT, method=Lookahead(), max_new_tokens=12).token_ids
     ours = [str(warning.message) for warning in warned if warning.category is OutpaceWarning]
@@ -275,7 +275,7 @@ def test_without_memory_for_large_graphs_small_ones_are_left(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     model = tiny("Llama")
-    engine = GraphEngine(HFModel(model), compiled=False)
+    engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
     with pytest.warns(OutpaceWarning, match=r"No memory for a graph of \d+ rows over 1024 tokens; 1 of 1024 MiB"):
         text = (
             decoder_on(engine, model, whole_steps=False)
