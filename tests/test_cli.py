@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from outpace import Batch, Decoder, InvalidLogits, ModelError, Sampling, board, cli, decoder, load, race
+from outpace.bench import calibration
 from outpace.draft import Step
 from outpace.methods import ON_CPU, make
 from outpace.models import bundled
@@ -416,6 +417,7 @@ class TestHelp:
 class TestCalibrate:
     def test_measures_keeps_and_draws(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calibrate, "ROWS", (1, 2))
+        monkeypatch.setattr(calibration, "TOKENS", 6)
         result = outpace("calibrate", "--model", folder, "--device", "cpu", "--json")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)

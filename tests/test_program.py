@@ -99,7 +99,7 @@ def shared(name: str) -> Decoder:
     return decoder_of(tiny(name))
 
 
-def decoder_of(model: Any, capacity: int = 2048, **options: Any) -> Decoder:
+def decoder_of(model: Any, capacity: int = 1024, **options: Any) -> Decoder:
     decoder = Decoder(model, method=Autoregressive())
     decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=capacity, **options)
     return decoder
@@ -458,7 +458,7 @@ def test_programs_follow_the_costs_and_few_are_kept() -> None:
 def test_whole_steps_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama")
     decoder = Decoder(model)
-    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
     flat = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),))
     monkeypatch.setattr("outpace.bench.calibration.measure", lambda engine, done: flat)
     monkeypatch.setattr("outpace.bench.calibration.TOKENS", 5)

@@ -24,7 +24,12 @@ from outpace.runtime.graphs import GraphEngine
 
 from .conftest import ARCHITECTURES, VOCABULARY, tiny
 
-METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=2, ngram=3, guesses=2))
+METHODS = (
+    Jacobi(window=5),
+    PromptLookup(rows=12),
+    Lookahead(window=5, ngram=4, guesses=5),
+    Lookahead(window=2, ngram=3, guesses=2),
+)
 BY_LISTS = [name for name in ARCHITECTURES if name not in ("GPTJ", "GptOss", "Falcon", "StableLm")]
 PROMPT = [5, 9, 5, 9, 7, 3] * 4
 
@@ -43,7 +48,7 @@ def test_fixed_rows_write_plain_decodings_text(name: str, exact_rows: int) -> No
     model = tiny(name)
     adapted = HFModel(model)
     assert adapted.lists
-    decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=512), model)
+    decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=256), model)
     for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=3)):
         expected = Decoder(model).generate(PROMPT, method=Autoregressive(), sampling=sampling, max_new_tokens=20)
         for method in (Autoregressive(), *METHODS):
