@@ -19,12 +19,12 @@ from ..models.adapter import FixedRows
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
-from ..sources.base import Plan, Reading
+from ..sources.base import Climbing, Plan, Reading, Source
 from ..sources.ngrams import Ngrams
 from ..step import fused
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
-from ..step.nodes import Rows, plant
+from ..step.nodes import Nodes, Rows, plant
 from ..step.walking import Walk, walk
 from .fixed import FixedStep
 
@@ -73,7 +73,8 @@ class Program:
     @property
     def margin(self) -> int:
         """Slots and places that a text needs beyond its greatest length, for rows that are not accepted."""
-        return max(self.size(1), self.size(LANES)) + self.deepest + 2
+        climbing = [_room(max(source.asks), LANES) for source in self.sources if isinstance(source, Climbing)]
+        return max(self.size(1), self.size(LANES), *climbing) + self.deepest + 2
 
     def size(self, lanes: int) -> int:
         """Rows of each lane in a graph for so many lanes."""
@@ -235,23 +236,54 @@ class _Flight:
         return numbers
 
 
-class _Whole(FixedStep):
+class _Trees(FixedStep):
+    """Trees of some lanes, `each` rows a lane, at most `deepest` deep."""
+
+    def __init__(self, program: Program, group: int, each: int, span: int, deepest: int) -> None:
+        engine = program.engine
+        self.program, self.model = program, engine.model
+        self.group, self.each, self.deepest = group, each, deepest
+        self.compiled, self.exact = engine.compiling, engine.exact
+        super().__init__(
+            engine.model, engine.pool, program.lanes.slots, group * each, span, engine.exact, group if group > 1 else 0
+        )
+        self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
+        if group > 1:
+            self._place_lanes(each)
+
+    def _place(self, rows: Rows) -> None:
+        """Write the rows to where the model reads them."""
+        lanes, fixed = self.lanes, self.rows
+        start = (lanes.lengths - 1).clamp(min=0)
+        slots = lanes.slots_for(rows, self.pool.scratch)
+        fixed.tokens.copy_(rows.tokens.flatten())
+        fixed.positions.copy_((start[:, None] + rows.depths).flatten())
+        fixed.slots.copy_(slots.flatten())
+        fixed.lists.length[: self.group].copy_(start * lanes.active())
+        tree = fixed.lists.tree
+        if self.exact:  # the slots of a row's ancestors, and its own, by depth
+            depth = torch.arange(self.deepest + 1, device=slots.device)
+            at = rows.sees[:, :, None] & (rows.depths[:, None, None] == depth[:, None])  # [lanes, rows, depth, rows]
+            above = slots.gather(1, at.int().argmax(3).flatten(1)).view(self.size, -1)
+            above[:, 0] = torch.where(rows.valid, slots[:, :1], self.pool.scratch).flatten()
+            tree[:, : above.shape[1]].copy_(above)
+        else:
+            _show(tree, rows.sees)
+
+
+class _Whole(_Trees):
     """The step of some lanes, in one graph."""
 
     def __init__(self, program: Program, group: int, span: int, needs: frozenset[str]) -> None:
-        engine = program.engine
-        self.program, self.model, self.needs = program, engine.model, needs
-        self.group, self.each = group, program.size(group)
-        self.compiled, self.exact = engine.compiling, engine.exact
-        self.fused = fused.usable(engine.pool.device) and not self.exact
-        size = group * self.each
-        super().__init__(
-            engine.model, engine.pool, program.lanes.slots, size, span, engine.exact, group if group > 1 else 0
-        )
-        self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
+        super().__init__(program, group, program.size(group), span, program.deepest)
+        self.needs = needs
+        self.fused = fused.usable(self.pool.device) and not self.exact
         self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
-        if group > 1:
-            self._place_lanes(self.each)
+        self.climbs = {
+            source: [_Climb(program, source.layer, group, rows, span, level) for level, rows in enumerate(source.asks)]
+            for source in program.sources
+            if isinstance(source, Climbing)
+        }
         self.heads = [
             _Heads(program, source, group, span, needs) for source in program.sources if isinstance(source, Reading)
         ]
@@ -287,7 +319,7 @@ class _Whole(FixedStep):
         """The rows of the step, from what all sources guess, where the model reads them."""
         program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
         room = model.rooms(lanes.lengths - 1) if program.sources else lanes.lengths
-        offers = [nodes for source in program.sources for nodes in source.guess(self.texts, room)]
+        offers = [nodes for source in program.sources for nodes in self._guesses(source, room)]
         if self.fused:
             size = (program.rows, self.each, model.context, model.turn or 0)
             return fused.plant(offers, lanes, self.rows, self.pool.scratch, *size, plan.gate, plan.prices)
@@ -295,24 +327,18 @@ class _Whole(FixedStep):
         self._place(rows)
         return rows
 
-    def _place(self, rows: Rows) -> None:
-        """Write the rows to where the model reads them."""
-        lanes, fixed = self.lanes, self.rows
-        start = (lanes.lengths - 1).clamp(min=0)
-        slots = lanes.slots_for(rows, self.pool.scratch)
-        fixed.tokens.copy_(rows.tokens.flatten())
-        fixed.positions.copy_((start[:, None] + rows.depths).flatten())
-        fixed.slots.copy_(slots.flatten())
-        fixed.lists.length[: self.group].copy_(start * lanes.active())
-        tree = fixed.lists.tree
-        if self.exact:  # the slots of a row's ancestors, and its own, by depth
-            depth = torch.arange(self.program.deepest + 1, device=slots.device)
-            at = rows.sees[:, :, None] & (rows.depths[:, None, None] == depth[:, None])  # [lanes, rows, depth, rows]
-            above = slots.gather(1, at.int().argmax(3).flatten(1)).view(self.size, -1)
-            above[:, 0] = torch.where(rows.valid, slots[:, :1], self.pool.scratch).flatten()
-            tree[:, : above.shape[1]].copy_(above)
-        else:
-            _show(tree, rows.sees)
+    def _guesses(self, source: Source, room: torch.Tensor) -> list[Nodes]:
+        """What a source guesses. One that climbs has its rows computed first."""
+        if not isinstance(source, Climbing):
+            return source.guess(self.texts, room)
+        asking = source.climbing(self.texts, room, self.program.choices, self.needs)
+        rows = next(asking)
+        try:
+            for climb in self.climbs[source]:
+                rows = asking.send(climb.states(rows))
+        except StopIteration as end:
+            return [end.value]
+        raise AssertionError("a source asked for more rows than it said")
 
     def _score(self) -> Any:
         """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
@@ -363,6 +389,29 @@ class _Whole(FixedStep):
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return here, done
+
+
+class _Climb(_Trees):
+    """Rows that a source has the first layers compute while it guesses."""
+
+    def __init__(self, program: Program, layer: int, group: int, rows: int, span: int, deepest: int) -> None:
+        super().__init__(program, group, _room(rows, group), span, deepest)
+        self.layer = layer
+
+    def states(self, rows: Rows) -> torch.Tensor:
+        """[lanes, rows, width] where the layers leave the rows."""
+        count = rows.tokens.shape[1]
+        missing = self.each - count
+
+        def wide(values: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(values, (0, missing))
+
+        sees = torch.nn.functional.pad(rows.sees, (0, missing, 0, missing))
+        sees |= torch.eye(self.each, dtype=torch.bool, device=sees.device)
+        more = {"tokens": wide(rows.tokens), "depths": wide(rows.depths), "valid": wide(rows.valid)}
+        self._place(rows._replace(sees=sees, **more))
+        output = self.model.forward(self.pool, self.rows, 0, 0, self.layer, compiled=self.compiled)
+        return output.hidden.view(self.group, self.each, -1)[:, :count]
 
 
 class _Heads(FixedStep):
@@ -417,6 +466,11 @@ def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:
     place = (lane * each // 64)[:, None] + torch.arange(count, device=tree.device)
     tree.zero_()
     tree.view(lanes, each, -1).scatter_(2, place[:, None].expand(-1, each, -1), words)
+
+
+def _room(rows: int, group: int) -> int:
+    """Rows of each lane that are made for so many: of several lanes none may begin amid a word of another."""
+    return max(2, rows) if group == 1 else 1 << (rows - 1).bit_length()  # one row alone would be compiled apart
 
 
 def _group(lane: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,22 @@ class Reading(Source):
         """New rows of the texts, in fixed places: `rows` with the token after each, their states [rows, width].
 
         `last` [lanes] are the last of each lane. `choices` and `needs` say how their next tokens will be chosen.
+        """
+        raise NotImplementedError
+
+
+class Climbing(Source):
+    """A source that has the target's first layers compute rows of its own while it guesses, in place of `guess`."""
+
+    layer: int  # so many layers
+    asks: Sequence[int]  # how many rows of each lane it asks for, time after time
+
+    def climbing(
+        self, texts: Texts, room: torch.Tensor, choices: Any, needs: frozenset[str]
+    ) -> Generator[Rows, torch.Tensor, Nodes]:
+        """Guesses. It asks for trees below the ends of the texts, and is sent where the layers left their rows.
+
+        That is [lanes, rows, width]. `choices` and `needs` say how the texts' next tokens will be chosen.
         """
         raise NotImplementedError
 
