@@ -79,6 +79,8 @@ def test_random_exits_change_nothing(name: str) -> None:
         AdaDecode(random_exits(model, norm="last"), control="fixed", gamma=0.01, pending=1, exits=(2,)),
         AdaDecode(random_exits(model, (1, 3), output="full")),
         AdaDecode("original", exits="1, 3", control="fixed", gamma=0.2),
+        AdaDecode("original", control="tree", rows=10),
+        AdaDecode(random_exits(model, norm="last"), control="tree", exits=(2,), widths="3,2,1", beam=2, lookup=0.0),
         SelfSpeculative(exit=3, length=3),
         SelfSpeculative(),
         SelfSpeculative(length=0),
@@ -108,9 +110,15 @@ def test_any_exits_any_threshold_any_number_waiting(data: Any) -> None:
         output=data.draw(st.sampled_from(["trained", "full"])),
         frequent=data.draw(st.sampled_from([0, 5, 60])),
     )
+    control = data.draw(st.sampled_from(["fixed", "calibrated", "tree"]))
     method = AdaDecode(
         heads,
-        control=data.draw(st.sampled_from(["fixed", "calibrated"])),
+        exits=layers[-1:] if control == "tree" else (),
+        control=control,
+        rows=data.draw(st.integers(2, 20)),
+        widths=data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)),
+        beam=data.draw(st.integers(1, 9)),
+        lookup=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
         gamma=data.draw(st.sampled_from([0.001, 0.025, 0.03, 0.1, 0.3, 0.92, 1.0])),
         pending=data.draw(st.integers(1, 9)),
     )
@@ -515,7 +523,15 @@ def test_exits_of_another_model_and_broken_files_are_refused(kept: Path) -> None
         ({"gamma": 1.5}, "gamma=1.5 is out of range"),
         ({"gamma": "high"}, "must be a number"),
         ({"pending": 0}, "pending=0 is out of range"),
-        ({"control": "magic"}, "must be 'calibrated' or 'fixed'"),
+        ({"control": "magic"}, "must be 'calibrated' or 'fixed' or 'tree'"),
+        ({"control": "tree", "exits": "1,3"}, "one exit is asked"),
+        ({"control": "tree", "rows": 1}, "rows=1 is out of range"),
+        ({"control": "tree", "beam": 65}, "beam=65 is out of range"),
+        ({"control": "tree", "lookup": 1.5}, "lookup=1.5 is out of range"),
+        ({"control": "tree", "widths": ""}, "widths='' must be 1 to 4 numbers"),
+        ({"control": "tree", "widths": "8,0"}, "numbers of guesses from 1 to 64, like 8,3"),
+        ({"control": "tree", "widths": (2, 2, 2, 2, 2)}, "must be 1 to 4 numbers"),
+        ({"control": "tree", "widths": 8}, "widths=8 must be"),
         ({"exits": "8,4"}, "the layers must rise"),
         ({"exits": "2,2"}, "the layers must rise"),
         ({"exits": "0,2"}, "the layers must rise"),
@@ -528,6 +544,13 @@ def test_exits_of_another_model_and_broken_files_are_refused(kept: Path) -> None
 def test_bad_settings_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         Decoder(tiny("Llama")).prepare(AdaDecode(**options))
+
+
+def test_what_cannot_have_a_tree_is_refused() -> None:
+    with pytest.raises(InputError, match="adadecode-unverified: control='tree' must be 'calibrated' or 'fixed'"):
+        UnverifiedAdaDecode("original", control="tree")
+    with pytest.raises(UnsupportedModel, match="adadecode drafts trees"):
+        Decoder(tiny_chain("Bloom"), method="autoregressive").prepare(AdaDecode("original", control="tree"))
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace import AdaDecode, Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling
 from outpace.models.hf import HFModel
 from outpace.picking import likeliest
 from outpace.runtime.graphs import GraphEngine
 from outpace.step import fused
 
 from .conftest import tiny
+from .test_adadecode import random_exits
 from .test_attention import DEVICE, attention
 from .test_heads import method_for, random_heads
 from .test_lossless import prompt_of
@@ -58,10 +59,12 @@ def steps_of(method: Method, texts: int, monkeypatch: pytest.MonkeyPatch, kernel
 
 
 @pytest.mark.parametrize("texts", [1, 3])
-@pytest.mark.parametrize("name", [*METHODS, "medusa", "amphista"])
+@pytest.mark.parametrize("name", [*METHODS, "medusa", "amphista", "exits"])
 def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method = METHODS.get(name)
-    if method is None:
+    if name == "exits":
+        method = AdaDecode(random_exits(tiny("Llama")), control="tree", exits="2", rows=24)
+    elif method is None:
         method = method_for(name, random_heads(name, tiny("Llama")), rows=16)
     expected = steps_of(method, texts, monkeypatch, kernels=False)
     assert steps_of(method, texts, monkeypatch, kernels=True) == expected

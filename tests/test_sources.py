@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import Decoder, Lookahead, Sampling
+from outpace import AdaDecode, Decoder, Lookahead, Sampling
 from outpace.draft import Draft, Step
+from outpace.methods.headed import FLOOR, LONGEST, REACH
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models.hf import HFModel
 from outpace.picking import Picker, likeliest
 from outpace.runtime.graphs import GraphEngine
 from outpace.sources.heads import HeadGuesses, SequentialGuesses, likely_paths
-from outpace.sources.history import History, matches
+from outpace.sources.history import PLACES, History, matches
 from outpace.sources.jacobi import Jacobi
 from outpace.sources.ngrams import NONE, Ngrams
 from outpace.sources.window import Settings, Window
@@ -28,8 +29,9 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import walk
 
 from . import oracles
-from .conftest import tiny
+from .conftest import VOCABULARY, tiny
 from .oracles import Path
+from .test_adadecode import random_exits
 from .test_lossless import prompt_of
 from .test_step import paths_of
 
@@ -315,7 +317,58 @@ def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, 
             tokens, chances = likeliest(logits_after(torch.tensor([[newest, *path]])), words)[:, 0].tolist()
             return [(int(token), chance) for token, chance in zip(tokens, chances, strict=True)]
 
-        assert_alike(offered(nodes, lane), oracles.sequential_paths(likely, 3, top, beam))
+        assert_alike(offered(nodes, lane), oracles.sequential_paths(likely, [top] * 3, beam))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("name", "texts", "settings"),
+    [
+        ("Llama", 1, {"exits": "1"}),
+        ("Llama", 3, {"exits": "2", "rows": 24, "lookup": 0.3}),
+        ("Gemma2", 3, {"exits": "2", "rows": 20, "widths": "4,3,2", "beam": 3, "lookup": 0.0}),
+        ("GPT2", 0, {"exits": "3", "rows": 40}),
+    ],
+)
+def test_a_models_steps_are_trees_of_its_exit(
+    name: str, texts: int, settings: dict[str, Any], temperature: float
+) -> None:
+    """Through the whole program with several texts, and where there is none (0). An exit is asked by whole forwards."""
+    model = tiny(name)
+    decoder = Decoder(model)
+    if texts:
+        decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
+    exits = random_exits(model)
+    method: Any = decoder.prepare(AdaDecode(exits, control="tree", **settings))
+    sampling, ends, layer = Sampling(temperature=temperature, seed=5), decoder.model.ends(), method.exits[0]
+    prompts = [prompt_of(seed) for seed in range(max(texts, 1))]
+    drafted: list[list[Step]] = [[] for _ in prompts]
+    for number, step in decoder.stream(prompts, method=method, sampling=sampling, max_new_tokens=12):
+        assert isinstance(step, Step)
+        drafted[number].append(step)
+    for prompt, steps in zip(prompts, drafted, strict=True):
+        text = list(prompt)
+        for step in steps:
+
+            def likely(path: Path, text: list[int] = text) -> list[tuple[int, float]]:
+                with torch.inference_mode():
+                    hidden = model(torch.tensor([[*text, *path]]), output_hidden_states=True).hidden_states[layer]
+                    found = likeliest(exits.probe(exits.layers.index(layer), hidden[0, -1:], ends), VOCABULARY)
+                tokens, chances = Picker(sampling, 0).foresee(found, [len(text) + len(path)], VOCABULARY)
+                return [*zip(tokens[0].tolist(), chances[0].tolist(), strict=True)]
+
+            repeated = int(method.lookup * (method.rows - 1))
+            offers = [oracles.Offer(oracles.sequential_paths(likely, method.widths, method.beam), 1)]
+            if repeated:
+                known = oracles.history(text, LONGEST, min(REACH, repeated), min(PLACES, repeated), FLOOR)
+                offers.append(oracles.Offer({path: math.log(chance) for path, chance in known.items()}, 2))
+            expected = oracles.plant(offers, method.rows, decoder.model.room(len(text) - 1))
+            assert step.draft.tokens[0] == text[-1]
+            assert {*paths_of_draft(step.draft)} == {(), *(row.path for row in expected)}
+            assert len(step.draft) == 1 + len(expected)
+            text += step.tokens
+        assert len(text) == len(prompt) + 12
+    assert decoder.engine.pool.held == 0
 
 
 def test_paths_of_ranks_have_their_beginnings_before_them() -> None:
