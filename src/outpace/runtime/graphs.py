@@ -119,11 +119,8 @@ class GraphEngine(Engine):
 
     def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured | None:
         """A step of a program, captured; None, and a warning, where there is no memory for it or it cannot be."""
-        packed = texts if texts > 1 else 0
         try:
-            self._make_storage()
-            if self._compile and bool(packed) not in self._prepared:
-                self._prepare(size, span, (0, self.model.layers), packed)
+            self.make_ready(size, span, texts)
             step = make()
             self._memory = step.capture(self._memory)
             return step
@@ -145,6 +142,18 @@ class GraphEngine(Engine):
             stacklevel=2,
         )
         return None
+
+    def make_ready(self, size: int, span: int, texts: int) -> None:
+        """Have storage and compiled layers, before such a step is captured."""
+        packed = texts if texts > 1 else 0
+        self._make_storage()
+        if self._compile and bool(packed) not in self._prepared:
+            self._prepare(size, span, (0, self.model.layers), packed)
+
+    def own_all(self) -> None:
+        """Make the storage and take all slots: of a pool that another's slots are used in."""
+        self._make_storage()
+        self.pool.allocate(self.pool.capacity)
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
         return READING, RIDERS if sequence.slots else 0

@@ -19,7 +19,7 @@ from ..models.adapter import FixedRows
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
-from ..sources.base import Climbing, Plan, Reading, Source
+from ..sources.base import Climbing, Plan, Reading, Source, Writing
 from ..sources.ngrams import Ngrams
 from ..step import fused
 from ..step.choosing import Choices, needs_of
@@ -152,6 +152,8 @@ class Program:
                 source.open(lane, sequence.tokens, sampling.seed)
                 if isinstance(source, Reading):
                     source.begin(lane, seen, sequence, sampling)
+                if isinstance(source, Writing):
+                    source.begin(sequence)
 
     def close(self, lane: int) -> None:
         """The text has ended. Whatever is still computed for it goes nowhere that matters."""
@@ -284,6 +286,11 @@ class _Whole(_Trees):
             for source in program.sources
             if isinstance(source, Climbing)
         }
+        self.writers = {
+            source: [_Writer(program, source, group, rows, span) for rows in (program.deepest + 1, 1)]
+            for source in program.sources
+            if isinstance(source, Writing)
+        }
         self.heads = [
             _Heads(program, source, group, span, needs) for source in program.sources if isinstance(source, Reading)
         ]
@@ -328,17 +335,23 @@ class _Whole(_Trees):
         return rows
 
     def _guesses(self, source: Source, room: torch.Tensor) -> list[Nodes]:
-        """What a source guesses. One that climbs has its rows computed first."""
-        if not isinstance(source, Climbing):
-            return source.guess(self.texts, room)
-        asking = source.climbing(self.texts, room, self.program.choices, self.needs)
-        rows = next(asking)
+        """What a source guesses. Some have rows computed on their way."""
+        how = (self.program.choices, self.needs)
         try:
-            for climb in self.climbs[source]:
-                rows = asking.send(climb.states(rows))
+            if isinstance(source, Climbing):
+                climbing = source.climbing(self.texts, room, *how)
+                rows = next(climbing)
+                for climb in self.climbs[source]:
+                    rows = climbing.send(climb.states(rows))
+            if isinstance(source, Writing):
+                writing = source.writing(self.texts, self.program.deepest + 1, *how)
+                wide, narrow = self.writers[source]
+                asked = writing.send(wide.logits(*next(writing)))
+                while True:
+                    asked = writing.send(narrow.logits(*asked))
         except StopIteration as end:
             return [end.value]
-        raise AssertionError("a source asked for more rows than it said")
+        return source.guess(self.texts, room)
 
     def _score(self) -> Any:
         """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
@@ -412,6 +425,39 @@ class _Climb(_Trees):
         self._place(rows._replace(sees=sees, **more))
         output = self.model.forward(self.pool, self.rows, 0, 0, self.layer, compiled=self.compiled)
         return output.hidden.view(self.group, self.each, -1)[:, :count]
+
+
+class _Writer(FixedStep):
+    """Rows of a model that a source has of its own."""
+
+    def __init__(self, program: Program, source: Writing, group: int, rows: int, span: int) -> None:
+        engine = source.engine
+        self.model, self.compiled, self.group, self.each = engine.model, engine.compiling, group, _room(rows, group)
+        engine.make_ready(group * self.each, span, group)
+        super().__init__(
+            engine.model, engine.pool, program.lanes.slots, group * self.each, span, False, group if group > 1 else 0
+        )
+        self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
+        if group > 1:
+            self._place_lanes(self.each)
+
+    def logits(self, offset: int, tokens: torch.Tensor) -> torch.Tensor:
+        """[lanes, words] behind the last of `tokens` [lanes, rows], which begin so far behind the ends of the texts."""
+        lanes, rows, count = self.lanes, self.rows, tokens.shape[1]
+        place = torch.arange(self.each, device=tokens.device)
+        start, active = lanes.lengths + offset, lanes.active()
+        position = start[:, None] + place
+        real = (place < count) & (position >= 0) & (position < self.model.context) & active[:, None]
+        position = torch.where(real, position, 0)
+        rows.tokens.copy_(torch.nn.functional.pad(tokens, (0, self.each - count)).flatten())
+        rows.positions.copy_(position.flatten())
+        rows.slots.copy_(torch.where(real, lanes.slots.gather(1, position), self.pool.scratch).flatten())
+        rows.lists.length[: self.group].copy_(start.clamp(min=0) * active)
+        sees = (place <= place[:, None]) & real[:, None, :]
+        _show(rows.lists.tree, sees | torch.eye(self.each, dtype=torch.bool, device=tokens.device))
+        output = self.model.forward(self.pool, rows, self.size, compiled=self.compiled)
+        logits: torch.Tensor = output.logits.view(self.group, self.each, -1)[:, count - 1]
+        return logits
 
 
 class _Heads(FixedStep):

@@ -75,6 +75,26 @@ class Climbing(Source):
         raise NotImplementedError
 
 
+class Writing(Source):
+    """A source with a model of its own that writes ahead, in place of `guess`."""
+
+    engine: Any  # what runs the model. Its pool has the slots of the target's
+
+    def begin(self, sequence: Any) -> None:
+        """A text begins: the model reads it but for its last token, into the slots that the text has."""
+        raise NotImplementedError
+
+    def writing(
+        self, texts: Texts, back: int, choices: Any, needs: frozenset[str]
+    ) -> Generator[tuple[int, torch.Tensor], torch.Tensor, Nodes]:
+        """Guesses. It asks for rows of its model, and is sent the logits [lanes, words] behind the last of each lane.
+
+        They are the tokens [lanes, rows] of the positions from so many behind the ends of the texts on: first the last
+        `back` of the texts, of which the model has computed all before, then one guess after the other.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a method drafts: from which sources, and how much."""
