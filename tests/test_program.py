@@ -24,6 +24,7 @@ from outpace import (
     BatchError,
     CostCurve,
     Decoder,
+    DraftModel,
     Hydra,
     InputError,
     InvalidLogits,
@@ -40,6 +41,7 @@ from outpace.loop import decode
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models.adapter import FixedRows
 from outpace.models.hf import HFModel
+from outpace.models.toy import Bigram
 from outpace.receipt import check
 from outpace.runtime import program
 from outpace.runtime.graphs import PROGRAMS, GraphEngine
@@ -75,8 +77,18 @@ QUICK = (
     "hydra",
     "amphista by a tree",
     "exits",
+    "draft-model",
 )
-HEADED = ("medusa", "medusa by a tree", "hydra", "amphista", "amphista by a tree", "exits", "exits alone")
+HEADED = (
+    "medusa",
+    "medusa by a tree",
+    "hydra",
+    "amphista",
+    "amphista by a tree",
+    "exits",
+    "exits alone",
+    "draft-model",
+)
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.8, seed=3),
@@ -114,6 +126,8 @@ def method_of(name: str, label: str) -> Method:
     if label in PLAIN:
         return PLAIN[label]
     kind, _, tree = label.partition(" ")
+    if kind == "draft-model":
+        return shared(name).prepare(DraftModel(model=tiny(name, seed=5), length=3))
     if kind == "exits":
         alone: dict[str, Any] = {"widths": "4,2,2", "beam": 3, "lookup": 0.0, "rows": 6} if tree else {"rows": 12}
         return shared(name).prepare(AdaDecode(random_exits(tiny(name)), control="tree", **alone))
@@ -167,7 +181,7 @@ def test_each_text_is_plain_decodings(name: str, label: str) -> None:
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT2"])
 def test_windows_and_learned_positions(name: str) -> None:
-    for label in ("autoregressive", "prompt-lookup", "lookahead", "amphista", "exits", "exits alone"):
+    for label in ("autoregressive", "prompt-lookup", "lookahead", "amphista", "exits", "exits alone", "draft-model"):
         prompts = [tuple(prompt_of(seed)) for seed in range(3)]
         known = [expected(name, prompt, way, 10) for way, prompt in enumerate(prompts)]
         assert write(shared(name), method_of(name, label), prompts, SAMPLINGS[:3], 10) == known
@@ -190,6 +204,14 @@ def test_a_program_takes_what_it_can_and_the_host_the_rest() -> None:
     assert write(decoder, method, [[3, 1, 4]] * 3, mixed, 9) == known
 
 
+def test_a_draft_model_that_cannot_have_lanes_is_the_hosts() -> None:
+    decoder, prompt = decoder_of(tiny("Llama")), tuple(prompt_of(1))
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    method = decoder.prepare(DraftModel(model=Bigram(table), length=3))
+    assert decoder.engine.program_for(method, Sampling()) is None
+    assert write(decoder, method, [prompt], None, 9) == [expected("Llama", prompt, 0, 9)]
+
+
 def test_programs_outlive_the_first_text() -> None:
     decoder = decoder_of(tiny("Llama"))
     decoder.generate([1, 2, 3], max_new_tokens=2)
@@ -198,7 +220,7 @@ def test_programs_outlive_the_first_text() -> None:
     assert programs(decoder) == [before]
 
 
-@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "medusa", "amphista", "exits"])
+@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "medusa", "amphista", "exits", "draft-model"])
 def test_a_prompt_of_one_token_in_a_fresh_engine(label: str) -> None:
     decoder = decoder_of(tiny("Llama"))
     found = decoder.generate([7], method=method_of("Llama", label), max_new_tokens=8)
@@ -209,7 +231,7 @@ def test_a_prompt_of_one_token_in_a_fresh_engine(label: str) -> None:
 @given(st.data())
 def test_texts_join_and_leave(data: Any) -> None:
     decoder = shared("Llama")
-    labels = ("autoregressive", "prompt-lookup", "lookahead", "medusa", "amphista", "exits")
+    labels = ("autoregressive", "prompt-lookup", "lookahead", "medusa", "amphista", "exits", "draft-model")
     count = data.draw(st.integers(2, 6))
     pick = random.Random(data.draw(st.integers(0, 999)))
     texts = [(tuple(prompt_of(pick.randrange(4), 16)), pick.randrange(5), pick.randrange(1, 12)) for _ in range(count)]
@@ -310,6 +332,7 @@ def test_the_end_of_the_context(name: str) -> None:
         "lookahead as published",
         "amphista",
         "exits alone",
+        "draft-model",
     ):
         assert write(shared(name), method_of(name, label), prompts, SAMPLINGS[:2], 1000) == known
 
@@ -449,7 +472,9 @@ def test_where_rows_have_a_price_drafts_are_as_large_as_pays() -> None:
         assert max(len(step.draft) for step in steps) < 20
 
 
-@pytest.mark.parametrize("label", ["autoregressive", "jacobi", "prompt-lookup", "lookahead", "exits", "exits alone"])
+@pytest.mark.parametrize(
+    "label", ["autoregressive", "jacobi", "prompt-lookup", "lookahead", "exits", "exits alone", "draft-model"]
+)
 def test_exact_mode(label: str) -> None:
     decoder = decoder_of(tiny("Llama"), exact_rows=8)
     prompts = [tuple(prompt_of(seed)) for seed in range(3)]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import AdaDecode, Decoder, Lookahead, Sampling
+from outpace import AdaDecode, Decoder, DraftModel, Lookahead, Sampling
 from outpace.draft import Draft, Step
 from outpace.methods.headed import FLOOR, LONGEST, REACH
 from outpace.methods.lookahead import PUBLISHED
@@ -29,7 +29,7 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import walk
 
 from . import oracles
-from .conftest import VOCABULARY, tiny
+from .conftest import tiny
 from .oracles import Path
 from .test_adadecode import random_exits
 from .test_lossless import prompt_of
@@ -320,6 +320,22 @@ def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, 
         assert_alike(offered(nodes, lane), oracles.sequential_paths(likely, [top] * 3, beam))
 
 
+def steps_of(decoder: Decoder, method: Any, prompts: list[list[int]], sampling: Sampling) -> list[list[Step]]:
+    """What was done for twelve new tokens of each text."""
+    drafted: list[list[Step]] = [[] for _ in prompts]
+    for number, step in decoder.stream(prompts, method=method, sampling=sampling, max_new_tokens=12):
+        assert isinstance(step, Step)
+        drafted[number].append(step)
+    return drafted
+
+
+def foreseen(logits: torch.Tensor, sampling: Sampling, position: int, count: int) -> list[tuple[int, float]]:
+    """What to expect the target to choose at a position by logits [1, words], with the logarithms of chances."""
+    picker = Picker(sampling, 0)
+    tokens, chances = picker.foresee(likeliest(logits, picker.candidates(count)), [position], count)
+    return [*zip(tokens[0].tolist(), chances[0].tolist(), strict=True)]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(
     ("name", "texts", "settings"),
@@ -342,20 +358,15 @@ def test_a_models_steps_are_trees_of_its_exit(
     method: Any = decoder.prepare(AdaDecode(exits, control="tree", **settings))
     sampling, ends, layer = Sampling(temperature=temperature, seed=5), decoder.model.ends(), method.exits[0]
     prompts = [prompt_of(seed) for seed in range(max(texts, 1))]
-    drafted: list[list[Step]] = [[] for _ in prompts]
-    for number, step in decoder.stream(prompts, method=method, sampling=sampling, max_new_tokens=12):
-        assert isinstance(step, Step)
-        drafted[number].append(step)
-    for prompt, steps in zip(prompts, drafted, strict=True):
+    for prompt, each in zip(prompts, steps_of(decoder, method, prompts, sampling), strict=True):
         text = list(prompt)
-        for step in steps:
+        for step in each:
 
             def likely(path: Path, text: list[int] = text) -> list[tuple[int, float]]:
                 with torch.inference_mode():
                     hidden = model(torch.tensor([[*text, *path]]), output_hidden_states=True).hidden_states[layer]
-                    found = likeliest(exits.probe(exits.layers.index(layer), hidden[0, -1:], ends), VOCABULARY)
-                tokens, chances = Picker(sampling, 0).foresee(found, [len(text) + len(path)], VOCABULARY)
-                return [*zip(tokens[0].tolist(), chances[0].tolist(), strict=True)]
+                    logits = exits.probe(exits.layers.index(layer), hidden[0, -1:], ends)
+                return foreseen(logits, sampling, len(text) + len(path), max(method.widths))
 
             repeated = int(method.lookup * (method.rows - 1))
             offers = [oracles.Offer(oracles.sequential_paths(likely, method.widths, method.beam), 1)]
@@ -369,6 +380,31 @@ def test_a_models_steps_are_trees_of_its_exit(
             text += step.tokens
         assert len(text) == len(prompt) + 12
     assert decoder.engine.pool.held == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("name", "texts"), [("Llama", 1), ("Gemma2", 3)])
+def test_a_small_model_writes_ahead(name: str, texts: int, temperature: float) -> None:
+    """One with fewer layers and a shorter context: where that ends it guesses no more."""
+    model, small = tiny(name), tiny(name, seed=5, num_hidden_layers=2, max_position_embeddings=32)
+    decoder = Decoder(model)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
+    method: Any = decoder.prepare(DraftModel(model=small, length=3))
+    sampling, prompts = Sampling(temperature=temperature, seed=5), [prompt_of(seed) for seed in range(texts)]
+    for prompt, each in zip(prompts, steps_of(decoder, method, prompts, sampling), strict=True):
+        text = list(prompt)
+        for step in each:
+            expected: list[int] = []
+            for _ in range(min(3, method.model.room(len(text) - 1))):
+                with torch.inference_mode():
+                    logits = small(torch.tensor([[*text, *expected]])).logits[0, -1:]
+                expected.append(foreseen(logits, sampling, len(text) + len(expected), 1)[0][0])
+            assert step.draft.tokens == (text[-1], *expected)
+            assert step.draft.is_chain
+            text += step.tokens
+        assert len(text) == len(prompt) + 12 > 32
+    assert decoder.engine.pool.held == 0
+    assert decoder.engine.program_for(method, sampling) is not None
 
 
 def test_paths_of_ranks_have_their_beginnings_before_them() -> None:
