@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from dataclasses import replace
@@ -11,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -229,6 +231,38 @@ def test_the_end_of_the_context_changes_nothing() -> None:
         assert len(expected) == 12
         method = AdaDecode(random_exits(tiny(name)), control="fixed", gamma=0.001, pending=9)
         assert write(decoder, method, prompt, Sampling(), 1000).token_ids == expected
+
+
+def test_a_tree_where_all_angles_change() -> None:
+    """LongRoPE: a prompt that ends at the turn is read whole, whoever would guess behind it."""
+    model = tiny("Phi3", sliding_window=None)
+    config = copy.deepcopy(model.config)
+    config.original_max_position_embeddings = 20
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 20,
+    }
+    long = transformers.AutoModelForCausalLM.from_config(config).eval()
+    long.load_state_dict(model.state_dict(), strict=False)
+    decoder = Decoder(long)
+    method = decoder.prepare(AdaDecode("original", exits="2", control="tree", rows=8))
+    for length in range(18, 23):
+        prompt = [token * 7 % VOCABULARY for token in range(length)]
+        expected = write(decoder, Autoregressive(), prompt, Sampling(), 6)
+        assert write(decoder, method, prompt, Sampling(), 6).token_ids == expected.token_ids, length
+
+
+def test_by_the_papers_rule_a_tree_knows_nothing_of_the_targets_noise() -> None:
+    """Or a guess and the choice after it would not be two draws."""
+    decoder = Decoder(tiny("Llama"))
+    method = decoder.prepare(AdaDecode("original", exits="2", control="tree", rows=8))
+    for rule in ("keyed", "rejection"):
+        samplings = [Sampling(temperature=1.0, seed=seed, rule=rule) for seed in range(3)]  # type: ignore[arg-type]
+        first = [next(iter(decoder.stream([5, 9, 5], method=method, sampling=each))).draft for each in samplings]
+        assert (len({draft.tokens for draft in first}) == 1) == (rule == "rejection")
 
 
 def test_a_guessed_end_of_text_ends_nothing() -> None:

@@ -60,12 +60,11 @@ class DraftModel(Method):
         return replace(self, model=small)
 
     def plan(self, engine: Engine) -> Plan | None:
-        small = self.model
-        if not (small.lists and small.packs and small.device == engine.model.device):
+        small, near = self.model, self.model.device == engine.model.device
+        if not (isinstance(engine, GraphEngine) and near and small.lists and small.packs):
             return None
-        ahead = GraphEngine(small, engine.compiling, capacity=engine.pool.capacity)
         try:
-            ahead.own_all()
+            ahead = engine.beside(small)
         except torch.OutOfMemoryError:
             warnings.warn(
                 f"draft-model: no memory for a KV cache of {small.name} beside that of {engine.model.name}. The host "

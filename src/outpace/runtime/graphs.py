@@ -150,10 +150,13 @@ class GraphEngine(Engine):
         if self._compile and bool(packed) not in self._prepared:
             self._prepare(size, span, (0, self.model.layers), packed)
 
-    def own_all(self) -> None:
-        """Make the storage and take all slots: of a pool that another's slots are used in."""
-        self._make_storage()
-        self.pool.allocate(self.pool.capacity)
+    def beside(self, model: Model) -> GraphEngine:
+        """An engine of a second model, whose keys and values lie in the slots of this one's: its own are all taken."""
+        self._make_storage()  # before the other takes memory
+        other = GraphEngine(model, self._compile, capacity=self.pool.capacity)
+        other._make_storage()
+        other.pool.allocate(other.pool.capacity)
+        return other
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
         return READING, RIDERS if sequence.slots else 0
