@@ -296,13 +296,16 @@ def keep(slots: Sequence[int], start: int, count: int, path: Sequence[int]) -> l
 
 
 def sequential_paths(
-    likely: Callable[[Path], list[tuple[int, float]]], depth: int, top: int, beam: int
+    likely: Callable[[Path], list[tuple[int, float]]], widths: Sequence[int], beam: int
 ) -> dict[Path, float]:
-    """Paths by heads that know the guesses before them, `likely` after each; from a depth the `beam` best go on."""
+    """Paths by heads that know the guesses before them, `likely` after each; from a depth the `beam` best go on.
+
+    Behind each of them come so many guesses as `widths` has for the depth.
+    """
     found: dict[Path, float] = {}
     level: dict[Path, float] = {(): 0.0}
-    for _ in range(depth):
+    for width in widths:
         best = sorted(level, key=lambda path: -level[path])[:beam]
-        level = {(*path, token): level[path] + chance for path in best for token, chance in likely(path)[:top]}
+        level = {(*path, token): level[path] + chance for path in best for token, chance in likely(path)[:width]}
         found |= level
     return found

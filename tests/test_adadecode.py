@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from dataclasses import replace
@@ -11,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +81,8 @@ def test_random_exits_change_nothing(name: str) -> None:
         AdaDecode(random_exits(model, norm="last"), control="fixed", gamma=0.01, pending=1, exits=(2,)),
         AdaDecode(random_exits(model, (1, 3), output="full")),
         AdaDecode("original", exits="1, 3", control="fixed", gamma=0.2),
+        AdaDecode("original", control="tree", rows=10),
+        AdaDecode(random_exits(model, norm="last"), control="tree", exits=(2,), widths="3,2,1", beam=2, lookup=0.0),
         SelfSpeculative(exit=3, length=3),
         SelfSpeculative(),
         SelfSpeculative(length=0),
@@ -108,9 +112,15 @@ def test_any_exits_any_threshold_any_number_waiting(data: Any) -> None:
         output=data.draw(st.sampled_from(["trained", "full"])),
         frequent=data.draw(st.sampled_from([0, 5, 60])),
     )
+    control = data.draw(st.sampled_from(["fixed", "calibrated", "tree"]))
     method = AdaDecode(
         heads,
-        control=data.draw(st.sampled_from(["fixed", "calibrated"])),
+        exits=layers[-1:] if control == "tree" else (),
+        control=control,
+        rows=data.draw(st.integers(2, 20)),
+        widths=data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)),
+        beam=data.draw(st.integers(1, 9)),
+        lookup=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
         gamma=data.draw(st.sampled_from([0.001, 0.025, 0.03, 0.1, 0.3, 0.92, 1.0])),
         pending=data.draw(st.integers(1, 9)),
     )
@@ -221,6 +231,38 @@ def test_the_end_of_the_context_changes_nothing() -> None:
         assert len(expected) == 12
         method = AdaDecode(random_exits(tiny(name)), control="fixed", gamma=0.001, pending=9)
         assert write(decoder, method, prompt, Sampling(), 1000).token_ids == expected
+
+
+def test_a_tree_where_all_angles_change() -> None:
+    """LongRoPE: a prompt that ends at the turn is read whole, whoever would guess behind it."""
+    model = tiny("Phi3", sliding_window=None)
+    config = copy.deepcopy(model.config)
+    config.original_max_position_embeddings = 20
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 20,
+    }
+    long = transformers.AutoModelForCausalLM.from_config(config).eval()
+    long.load_state_dict(model.state_dict(), strict=False)
+    decoder = Decoder(long)
+    method = decoder.prepare(AdaDecode("original", exits="2", control="tree", rows=8))
+    for length in range(18, 23):
+        prompt = [token * 7 % VOCABULARY for token in range(length)]
+        expected = write(decoder, Autoregressive(), prompt, Sampling(), 6)
+        assert write(decoder, method, prompt, Sampling(), 6).token_ids == expected.token_ids, length
+
+
+def test_by_the_papers_rule_a_tree_knows_nothing_of_the_targets_noise() -> None:
+    """Or a guess and the choice after it would not be two draws."""
+    decoder = Decoder(tiny("Llama"))
+    method = decoder.prepare(AdaDecode("original", exits="2", control="tree", rows=8))
+    for rule in ("keyed", "rejection"):
+        samplings = [Sampling(temperature=1.0, seed=seed, rule=rule) for seed in range(3)]  # type: ignore[arg-type]
+        first = [next(iter(decoder.stream([5, 9, 5], method=method, sampling=each))).draft for each in samplings]
+        assert (len({draft.tokens for draft in first}) == 1) == (rule == "rejection")
 
 
 def test_a_guessed_end_of_text_ends_nothing() -> None:
@@ -518,7 +560,15 @@ def test_exits_of_another_model_and_broken_files_are_refused(kept: Path) -> None
         ({"gamma": 1.5}, "gamma=1.5 is out of range"),
         ({"gamma": "high"}, "must be a number"),
         ({"pending": 0}, "pending=0 is out of range"),
-        ({"control": "magic"}, "must be 'calibrated' or 'fixed'"),
+        ({"control": "magic"}, "must be 'calibrated' or 'fixed' or 'tree'"),
+        ({"control": "tree", "exits": "1,3"}, "one exit is asked"),
+        ({"control": "tree", "rows": 1}, "rows=1 is out of range"),
+        ({"control": "tree", "beam": 65}, "beam=65 is out of range"),
+        ({"control": "tree", "lookup": 1.5}, "lookup=1.5 is out of range"),
+        ({"control": "tree", "widths": ""}, "widths='' must be 1 to 4 numbers"),
+        ({"control": "tree", "widths": "8,0"}, "numbers of guesses from 1 to 64, like 8,3"),
+        ({"control": "tree", "widths": (2, 2, 2, 2, 2)}, "must be 1 to 4 numbers"),
+        ({"control": "tree", "widths": 8}, "widths=8 must be"),
         ({"exits": "8,4"}, "the layers must rise"),
         ({"exits": "2,2"}, "the layers must rise"),
         ({"exits": "0,2"}, "the layers must rise"),
@@ -531,6 +581,13 @@ def test_exits_of_another_model_and_broken_files_are_refused(kept: Path) -> None
 def test_bad_settings_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         Decoder(tiny("Llama")).prepare(AdaDecode(**options))
+
+
+def test_what_cannot_have_a_tree_is_refused() -> None:
+    with pytest.raises(InputError, match="adadecode-unverified: control='tree' must be 'calibrated' or 'fixed'"):
+        UnverifiedAdaDecode("original", control="tree")
+    with pytest.raises(UnsupportedModel, match="adadecode drafts trees"):
+        Decoder(tiny_chain("Bloom"), method="autoregressive").prepare(AdaDecode("original", control="tree"))
 
 
 @pytest.mark.parametrize(

@@ -495,6 +495,8 @@ def test_a_picture_of_the_stairs(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "stairs.svg").read_text().startswith("<svg")
     assert_refused(generate(folder, *options, "--picture", tmp_path / "stairs.png"), "must end in .svg")
     assert_refused(generate(folder, "--picture", "a.svg"), "lookahead climbs no stairs")
+    tree = ("--method", "adadecode", "--set", "control=tree", "--picture", tmp_path / "stairs.svg")
+    assert_refused(generate(folder, *tree), "adadecode climbs no stairs with control='tree'")
     assert_refused(generate(folder, *options, "--picture", tmp_path / "no" / "a.svg"), "could not be written")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace import AdaDecode, Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling
 from outpace.draft import find_best
 from outpace.models.hf import HFModel
 from outpace.picking import likeliest
@@ -23,6 +23,7 @@ from outpace.step.texts import Texts
 from outpace.step.walking import Walk
 
 from .conftest import tiny
+from .test_adadecode import random_exits
 from .test_attention import DEVICE, attention
 from .test_heads import method_for, random_heads
 from .test_lossless import prompt_of
@@ -78,10 +79,12 @@ def steps_of(
 
 
 @pytest.mark.parametrize("texts", [1, 3])
-@pytest.mark.parametrize("name", [*METHODS, "medusa", "amphista"])
+@pytest.mark.parametrize("name", [*METHODS, "medusa", "amphista", "exits"])
 def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method = METHODS.get(name)
-    if method is None:
+    if name == "exits":
+        method = AdaDecode(random_exits(tiny("Llama")), control="tree", exits="2", rows=24)
+    elif method is None:
         method = method_for(name, random_heads(name, tiny("Llama")), rows=16, recycled=5)
     expected = steps_of(method, texts, monkeypatch, kernels=False)
     assert steps_of(method, texts, monkeypatch, kernels=True) == expected

@@ -9,7 +9,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outpace import AdaDecode, Autoregressive, Decoder, Jacobi, Lookahead, PromptLookup, Sampling, SelfSpeculative
+from outpace import (
+    AdaDecode,
+    Autoregressive,
+    Decoder,
+    DraftModel,
+    Jacobi,
+    Lookahead,
+    PromptLookup,
+    Sampling,
+    SelfSpeculative,
+)
 from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
 from outpace.methods import METHODS as METHODS_BY_NAME
@@ -217,8 +227,8 @@ def test_exact_mode_writes_the_same_text_in_bfloat16(sampling: Sampling) -> None
     prompt = [5, 9, 5, 9, 7] * 60
     options = {"sampling": sampling, "max_new_tokens": 100}
     plain = decoder.generate(prompt, method=Autoregressive(), **options)
-    for method in METHODS:
-        assert decoder.generate(prompt, method=method, **options).token_ids == plain.token_ids
+    for method in (*METHODS, AdaDecode("original", exits="2", control="tree"), DraftModel(small_llama(torch.bfloat16))):
+        assert decoder.generate(prompt, method=decoder.prepare(method), **options).token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize(("rows", "heads", "key_heads", "size"), [(32, 12, 4, 64), (32, 8, 2, 128), (16, 6, 6, 64)])
@@ -302,7 +312,10 @@ def test_whole_steps_write_the_same_texts(needs: Sampling, texts: int) -> None:
     prompts = [[5, 9, 5, 9, 7 + number] * 7 for number in range(texts)]
     options = {"sampling": needs, "max_new_tokens": 50}
     expected = [plain.generate(prompt, method=Autoregressive(), **options).token_ids for prompt in prompts]
-    for method in (Autoregressive(), *METHODS):
+    tree = AdaDecode(random_exits(model, (1, 2, 3)), control="tree", exits="2")
+    ahead = [graphs.prepare(method) for method in (tree, DraftModel(model=small_llama(torch.float32), length=3))]
+    for method in (Autoregressive(), *METHODS, *ahead):
         found = graphs.generate(prompts, method=method, **options)
         assert [result.token_ids for result in found] == expected
+        assert all(graphs.engine.program_for(method, needs)._graphs.values())  # they were captured
     assert graphs.engine.pool.held == 0

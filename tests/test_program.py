@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace import (
+    AdaDecode,
     Amphista,
     Autoregressive,
     BatchError,
     CostCurve,
     Decoder,
+    DraftModel,
     Hydra,
     InputError,
     InvalidLogits,
@@ -37,7 +39,9 @@ from outpace import (
 from outpace.bench.calibration import calibrate
 from outpace.loop import decode
 from outpace.methods.lookahead import PUBLISHED
+from outpace.models.adapter import FixedRows
 from outpace.models.hf import HFModel
+from outpace.models.toy import Bigram
 from outpace.receipt import check
 from outpace.runtime import program
 from outpace.runtime.graphs import PROGRAMS, GraphEngine
@@ -45,6 +49,7 @@ from outpace.runtime.program import Program
 from outpace.trace import Trace, read_trace, record
 
 from .conftest import CONTEXT, VOCABULARY, mostly_slow, tiny
+from .test_adadecode import random_exits
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 
@@ -71,8 +76,19 @@ QUICK = (
     "medusa",
     "hydra",
     "amphista by a tree",
+    "exits",
+    "draft-model",
 )
-HEADED = ("medusa", "medusa by a tree", "hydra", "amphista", "amphista by a tree")
+HEADED = (
+    "medusa",
+    "medusa by a tree",
+    "hydra",
+    "amphista",
+    "amphista by a tree",
+    "exits",
+    "exits alone",
+    "draft-model",
+)
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.8, seed=3),
@@ -110,6 +126,11 @@ def method_of(name: str, label: str) -> Method:
     if label in PLAIN:
         return PLAIN[label]
     kind, _, tree = label.partition(" ")
+    if kind == "draft-model":
+        return shared(name).prepare(DraftModel(model=tiny(name, seed=5), length=3))
+    if kind == "exits":
+        alone: dict[str, Any] = {"widths": "4,2,2", "beam": 3, "lookup": 0.0, "rows": 6} if tree else {"rows": 12}
+        return shared(name).prepare(AdaDecode(random_exits(tiny(name)), control="tree", **alone))
     settings: dict[str, Any] = {"tree": TREE} if tree else {"rows": 12}
     cls = {"medusa": Medusa, "hydra": Hydra, "amphista": Amphista}[kind]
     return shared(name).prepare(cls(heads=random_heads(kind, tiny(name)), **settings))
@@ -158,7 +179,7 @@ def test_each_text_is_plain_decodings(name: str, label: str) -> None:
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT2"])
 def test_windows_and_learned_positions(name: str) -> None:
-    for label in ("autoregressive", "prompt-lookup", "lookahead", "amphista"):
+    for label in ("autoregressive", "prompt-lookup", "lookahead", "amphista", "exits", "exits alone", "draft-model"):
         prompts = [tuple(prompt_of(seed)) for seed in range(3)]
         known = [expected(name, prompt, way, 10) for way, prompt in enumerate(prompts)]
         assert write(shared(name), method_of(name, label), prompts, SAMPLINGS[:3], 10) == known
@@ -181,6 +202,14 @@ def test_a_program_takes_what_it_can_and_the_host_the_rest() -> None:
     assert write(decoder, method, [[3, 1, 4]] * 3, mixed, 9) == known
 
 
+def test_a_draft_model_that_cannot_have_lanes_is_the_hosts() -> None:
+    decoder, prompt = decoder_of(tiny("Llama")), tuple(prompt_of(1))
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    method = decoder.prepare(DraftModel(model=Bigram(table), length=3))
+    assert decoder.engine.program_for(method, Sampling()) is None
+    assert write(decoder, method, [prompt], None, 9) == [expected("Llama", prompt, 0, 9)]
+
+
 def test_programs_outlive_the_first_text() -> None:
     decoder = decoder_of(tiny("Llama"))
     decoder.generate([1, 2, 3], max_new_tokens=2)
@@ -189,7 +218,7 @@ def test_programs_outlive_the_first_text() -> None:
     assert programs(decoder) == [before]
 
 
-@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "medusa", "amphista"])
+@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "medusa", "amphista", "exits", "draft-model"])
 def test_a_prompt_of_one_token_in_a_fresh_engine(label: str) -> None:
     decoder = decoder_of(tiny("Llama"))
     found = decoder.generate([7], method=method_of("Llama", label), max_new_tokens=8)
@@ -200,7 +229,7 @@ def test_a_prompt_of_one_token_in_a_fresh_engine(label: str) -> None:
 @given(st.data())
 def test_texts_join_and_leave(data: Any) -> None:
     decoder = shared("Llama")
-    labels = ("autoregressive", "prompt-lookup", "lookahead", "medusa", "amphista")
+    labels = ("autoregressive", "prompt-lookup", "lookahead", "medusa", "amphista", "exits", "draft-model")
     count = data.draw(st.integers(2, 6))
     pick = random.Random(data.draw(st.integers(0, 999)))
     texts = [(tuple(prompt_of(pick.randrange(4), 16)), pick.randrange(5), pick.randrange(1, 12)) for _ in range(count)]
@@ -293,7 +322,16 @@ def test_the_end_of_the_context(name: str) -> None:
     prompts = [tuple(prompt_of(2, 144)), tuple(prompt_of(3, 152))]
     known = [expected(name, prompt, way, CONTEXT - len(prompt)) for way, prompt in enumerate(prompts)]
     assert [len(text) for text in known] == [16, 8]
-    for label in ("autoregressive", "jacobi", "prompt-lookup", "lookahead", "lookahead as published", "amphista"):
+    for label in (
+        "autoregressive",
+        "jacobi",
+        "prompt-lookup",
+        "lookahead",
+        "lookahead as published",
+        "amphista",
+        "exits alone",
+        "draft-model",
+    ):
         assert write(shared(name), method_of(name, label), prompts, SAMPLINGS[:2], 1000) == known
 
 
@@ -331,7 +369,7 @@ def test_when_every_token_is_ruled_out_the_text_ends_so() -> None:
     assert_all_is_given_back(decoder)
 
 
-@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "amphista"])
+@pytest.mark.parametrize("label", ["autoregressive", "lookahead", "amphista", "exits alone"])
 def test_what_does_not_fit_is_refused_before_anything_runs(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, method = decoder_of(tiny("Llama"), capacity=130), method_of("Llama", label)
     ran, forward = [], decoder.engine.model.forward
@@ -432,12 +470,37 @@ def test_where_rows_have_a_price_drafts_are_as_large_as_pays() -> None:
         assert max(len(step.draft) for step in steps) < 20
 
 
-@pytest.mark.parametrize("label", ["autoregressive", "jacobi", "prompt-lookup", "lookahead"])
+@pytest.mark.parametrize(
+    "label", ["autoregressive", "jacobi", "prompt-lookup", "lookahead", "exits", "exits alone", "draft-model"]
+)
 def test_exact_mode(label: str) -> None:
     decoder = decoder_of(tiny("Llama"), exact_rows=8)
     prompts = [tuple(prompt_of(seed)) for seed in range(3)]
     known = [expected("Llama", prompt, way, 8) for way, prompt in enumerate(prompts)]
-    assert write(decoder, PLAIN[label], prompts, SAMPLINGS[:3], 8) == known
+    assert write(decoder, method_of("Llama", label), prompts, SAMPLINGS[:3], 8) == known
+
+
+@pytest.mark.parametrize("exact_rows", [0, 8])
+def test_rows_that_climb_write_to_no_slot_that_is_in_use(exact_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only behind the text of their own lane, from its last token on; those that fill up write to the scratch slot."""
+    decoder, method = decoder_of(tiny("Llama"), exact_rows=exact_rows), method_of("Llama", "exits alone")
+    engine, forward, climbed = decoder.engine, decoder.engine.model.forward, list[int]()
+
+    def watched(pool: Any, rows: Any, logits: Any, start: int = 0, stop: Any = None, *args: Any, **more: Any) -> Any:
+        if isinstance(rows, FixedRows) and stop == 1:
+            lanes = programs(decoder)[0].lanes
+            whose = rows.lists.whose.tolist() if rows.lists.packed else [0] * len(rows)
+            for lane, slot in zip(whose, rows.slots.tolist(), strict=True):
+                if slot != pool.scratch:
+                    assert slot in lanes.slots[lane, int(lanes.lengths[lane]) - 1 : int(lanes.limits[lane]) + 20]
+                    climbed.append(lane)
+        return forward(pool, rows, logits, start, stop, *args, **more)
+
+    monkeypatch.setattr(engine.model, "forward", watched)
+    prompts = [tuple(prompt_of(seed)) for seed in range(1 if exact_rows else 3)]  # in exact mode there is one lane
+    known = [expected("Llama", prompt, way, 8) for way, prompt in enumerate(prompts)]
+    assert write(decoder, method, prompts, SAMPLINGS[: len(prompts)], 8) == known
+    assert {*climbed} == {*range(len(prompts))}
 
 
 def test_programs_follow_the_costs_and_few_are_kept() -> None:

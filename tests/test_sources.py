@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import Decoder, Lookahead, Sampling
+from outpace import AdaDecode, Decoder, DraftModel, Lookahead, Sampling
 from outpace.draft import Draft, Step
+from outpace.methods.headed import FLOOR, LONGEST, REACH
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models.hf import HFModel
 from outpace.picking import Picker, likeliest
 from outpace.runtime.graphs import GraphEngine
 from outpace.sources.heads import HeadGuesses, SequentialGuesses, likely_paths
-from outpace.sources.history import History, matches
+from outpace.sources.history import PLACES, History, matches
 from outpace.sources.jacobi import Jacobi
 from outpace.sources.ngrams import NONE, Ngrams
 from outpace.sources.recycle import DEEPEST, Recycle
@@ -31,6 +32,7 @@ from outpace.step.walking import walk
 from . import oracles
 from .conftest import tiny
 from .oracles import Path
+from .test_adadecode import random_exits
 from .test_lossless import prompt_of
 from .test_step import paths_of
 
@@ -354,7 +356,94 @@ def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, 
             tokens, chances = likeliest(logits_after(torch.tensor([[newest, *path]])), words)[:, 0].tolist()
             return [(int(token), chance) for token, chance in zip(tokens, chances, strict=True)]
 
-        assert_alike(offered(nodes, lane), oracles.sequential_paths(likely, 3, top, beam))
+        assert_alike(offered(nodes, lane), oracles.sequential_paths(likely, [top] * 3, beam))
+
+
+def steps_of(decoder: Decoder, method: Any, prompts: list[list[int]], sampling: Sampling) -> list[list[Step]]:
+    """What was done for twelve new tokens of each text."""
+    drafted: list[list[Step]] = [[] for _ in prompts]
+    for number, step in decoder.stream(prompts, method=method, sampling=sampling, max_new_tokens=12):
+        assert isinstance(step, Step)
+        drafted[number].append(step)
+    return drafted
+
+
+def foreseen(logits: torch.Tensor, sampling: Sampling, position: int, count: int) -> list[tuple[int, float]]:
+    """What to expect the target to choose at a position by logits [1, words], with the logarithms of chances."""
+    picker = Picker(sampling, 0)
+    tokens, chances = picker.foresee(likeliest(logits, picker.candidates(count)), [position], count)
+    return [*zip(tokens[0].tolist(), chances[0].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("name", "texts", "settings"),
+    [
+        ("Llama", 1, {"exits": "1"}),
+        ("Llama", 3, {"exits": "2", "rows": 24, "lookup": 0.3}),
+        ("Gemma2", 3, {"exits": "2", "rows": 20, "widths": "4,3,2", "beam": 3, "lookup": 0.0}),
+        ("GPT2", 0, {"exits": "3", "rows": 40}),
+    ],
+)
+def test_a_models_steps_are_trees_of_its_exit(
+    name: str, texts: int, settings: dict[str, Any], temperature: float
+) -> None:
+    """Through the whole program with several texts, and where there is none (0). An exit is asked by whole forwards."""
+    model = tiny(name)
+    decoder = Decoder(model)
+    if texts:
+        decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
+    exits = random_exits(model)
+    method: Any = decoder.prepare(AdaDecode(exits, control="tree", **settings))
+    sampling, ends, layer = Sampling(temperature=temperature, seed=5), decoder.model.ends(), method.exits[0]
+    prompts = [prompt_of(seed) for seed in range(max(texts, 1))]
+    for prompt, each in zip(prompts, steps_of(decoder, method, prompts, sampling), strict=True):
+        text = list(prompt)
+        for step in each:
+
+            def likely(path: Path, text: list[int] = text) -> list[tuple[int, float]]:
+                with torch.inference_mode():
+                    hidden = model(torch.tensor([[*text, *path]]), output_hidden_states=True).hidden_states[layer]
+                    logits = exits.probe(exits.layers.index(layer), hidden[0, -1:], ends)
+                return foreseen(logits, sampling, len(text) + len(path), max(method.widths))
+
+            repeated = int(method.lookup * (method.rows - 1))
+            offers = [oracles.Offer(oracles.sequential_paths(likely, method.widths, method.beam), 1)]
+            if repeated:
+                known = oracles.history(text, LONGEST, min(REACH, repeated), min(PLACES, repeated), FLOOR)
+                offers.append(oracles.Offer({path: math.log(chance) for path, chance in known.items()}, 2))
+            expected = oracles.plant(offers, method.rows, decoder.model.room(len(text) - 1))
+            assert step.draft.tokens[0] == text[-1]
+            assert {*paths_of_draft(step.draft)} == {(), *(row.path for row in expected)}
+            assert len(step.draft) == 1 + len(expected)
+            text += step.tokens
+        assert len(text) == len(prompt) + 12
+    assert decoder.engine.pool.held == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("name", "texts"), [("Llama", 1), ("Gemma2", 3)])
+def test_a_small_model_writes_ahead(name: str, texts: int, temperature: float) -> None:
+    """One with fewer layers and a shorter context: where that ends it guesses no more."""
+    model, small = tiny(name), tiny(name, seed=5, num_hidden_layers=2, max_position_embeddings=32)
+    decoder = Decoder(model)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
+    method: Any = decoder.prepare(DraftModel(model=small, length=3))
+    sampling, prompts = Sampling(temperature=temperature, seed=5), [prompt_of(seed) for seed in range(texts)]
+    for prompt, each in zip(prompts, steps_of(decoder, method, prompts, sampling), strict=True):
+        text = list(prompt)
+        for step in each:
+            expected: list[int] = []
+            for _ in range(min(3, method.model.room(len(text) - 1))):
+                with torch.inference_mode():
+                    logits = small(torch.tensor([[*text, *expected]])).logits[0, -1:]
+                expected.append(foreseen(logits, sampling, len(text) + len(expected), 1)[0][0])
+            assert step.draft.tokens == (text[-1], *expected)
+            assert step.draft.is_chain
+            text += step.tokens
+        assert len(text) == len(prompt) + 12 > 32
+    assert decoder.engine.pool.held == 0
+    assert decoder.engine.program_for(method, sampling) is not None
 
 
 def test_paths_of_ranks_have_their_beginnings_before_them() -> None:

@@ -16,7 +16,7 @@ LOST = "#d9d9d9"  # rows behind a wrong guess
 COLUMN, LAYER, LEFT, TOP, WORDS = 16, 6, 44, 34, 90  # sizes, in pixels
 
 
-def check_picture(path: Path | None, method: str) -> None:
+def check_picture(path: Path | None, method: str, control: object = None) -> None:
     """Raise InputError where there will be nothing to draw, before the text is written."""
     if path is None:
         return
@@ -26,6 +26,8 @@ def check_picture(path: Path | None, method: str) -> None:
         raise InputError(f"--picture {path} could not be written: there is no folder {path.parent}.")
     if method not in DRAWN:
         raise InputError(f"--picture: {method} climbs no stairs. Use it with {', '.join(DRAWN)}.")
+    if control == "tree":
+        raise InputError(f"--picture: {method} climbs no stairs with control='tree'.")
 
 
 def climbs_of(sources: Sequence[str], layers: int) -> list[Climb]:

@@ -89,7 +89,7 @@ def generate(
         rule=rule,  # type: ignore[arg-type] # checked by Sampling
     )
     name, given = choose_method(method, settings, device)
-    check_picture(picture, name)
+    check_picture(picture, name, given.get("control"))
     if prompts is not None and (prompt is not None or trace or picture or parallel):
         raise InputError("--prompts has all prompts: PROMPT, --trace, --picture and --parallel do not go with it.")
     if prompt is None and prompts is None:

@@ -7,10 +7,11 @@ import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import functional as F
 
 from ..draft import MODEL, Draft, Scores, Verdict, chain
 from ..errors import InputError, InvalidLogits, ModelError, OutpaceWarning, UnsupportedModel
@@ -21,14 +22,21 @@ from ..models.adapter import Ends, Model, Output
 from ..models.best import find_best
 from ..picking import Picker
 from ..pool import Pool, Sequence
-from ..runtime.plain import Asking, Engine, Question, alone
+from ..runtime.plain import Asking, Engine, Question, Work, alone
+from ..sources.base import Climbing, Plan, Source
+from ..sources.exits import ExitGuesses
+from ..sources.heads import alone as alone_in_a_lane
+from ..sources.history import PLACES, History
+from ..step.nodes import Nodes, Rows, plant
+from ..step.texts import Texts
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, Size
-from .headed import Ready, shipped
+from .headed import FLOOR, LONGEST, REACH, Ready, shipped
 from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
 from .staircase import Staircase
 
-CONTROLS = ("calibrated", "fixed")
+TREE = "tree"
+WIDEST, DEEPEST = 64, 4  # the most guesses below one, and the most levels of them, with "tree"
 WORTHWHILE = 1.05  # the least predicted speed at which exits are used
 _checked: WeakKeyDictionary[Model, set[tuple[int, ...]]] = WeakKeyDictionary()  # cuts that passed the check
 
@@ -42,33 +50,49 @@ class AdaDecode(Method):
     exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
     control: "calibrated" chooses among the exits by what they are predicted to bring, and lets a guess leave where its
         measured chances are worth more than it costs; "fixed" asks all exits, and lets a guess leave where its
-        confidence is above `gamma`, as in the paper.
+        confidence is above `gamma`, as in the paper; "tree" asks one exit, of `exits` the one that is named or the
+        first, for many guesses at each place, and the step computes a tree of the likeliest.
     gamma: with "fixed", the confidence above which a guess leaves.
     pending: with "fixed", how many guesses may wait for their other layers.
+    rows: with "tree", how many rows a draft may have.
+    widths: with "tree", how many guesses follow the last token, then each guess that is followed, like "8,3".
+    beam: with "tree", how many guesses are followed from one depth to the next.
+    lookup: with "tree", the share of rows for which guesses that the text repeats itself are looked for.
     """
 
     name = "adadecode"
     about = "easy tokens leave at middle layers, the layers above run later for many together"
+    controls: ClassVar[tuple[str, ...]] = ("calibrated", "fixed", TREE)
 
     heads: Any = None
     exits: Any = ()
     control: str = "calibrated"
     gamma: float = 0.75
     pending: int = 5
+    rows: int = 64
+    widths: Any = (8, 3)
+    beam: int = 8
+    lookup: float = 0.5
 
     def __post_init__(self) -> None:
-        self.check(gamma=(0.0, 1.0), pending=(1, 64))
+        self.check(gamma=(0.0, 1.0), pending=(1, 64), rows=(2, 1024), beam=(1, 64), lookup=(0.0, 1.0))
         if self.gamma == 0:
             raise InputError(f"{self.name}: gamma=0 is out of range: it must be above 0 and at most 1.")
-        if self.control not in CONTROLS:
-            raise InputError(f"{self.name}: control={self.control!r} must be 'calibrated' or 'fixed'.")
+        if self.control not in self.controls:
+            raise InputError(f"{self.name}: control={self.control!r} must be {' or '.join(map(repr, self.controls))}.")
         object.__setattr__(self, "exits", read_layers(self.exits))
+        object.__setattr__(self, "widths", _read_widths(self.name, self.widths))
+        if self.control == TREE and len(self.exits) > 1:
+            raise InputError(
+                f"{self.name}: exits={self.exits}: with control='tree' one exit is asked. Name one, like exits='4'."
+            )
 
     @property
     def branches(self) -> bool:
-        return False
+        return self.control == TREE
 
     def prepare(self, model: Model) -> Method:
+        super().prepare(model)
         ready = self.heads if isinstance(self.heads, Ready) else self._load(model)
         assert isinstance(ready.heads, ExitHeads)
         _check_fit(self.name, ready.heads, model)
@@ -76,7 +100,7 @@ class AdaDecode(Method):
             if layer not in ready.heads.layers:
                 there = ", ".join(map(str, ready.heads.layers))
                 raise InputError(f"{self.name}: there is no exit after layer {layer}. There are exits after {there}.")
-        exits = self.exits or ready.heads.layers
+        exits = self.exits or ready.heads.layers[: 1 if self.control == TREE else None]
         check_cuts(model, exits)
         return replace(self, heads=ready, exits=exits)
 
@@ -100,7 +124,23 @@ class AdaDecode(Method):
             "output head: --set heads=original."
         )
 
+    def plan(self, engine: Engine) -> Plan | None:
+        if self.control != TREE:
+            return None  # whether a guess leaves is the host's to say
+        return Plan(lambda lanes, device: self.sources(engine.model, device), self.rows)
+
+    def sources(self, model: Model, device: torch.device, coupled: bool = True) -> list[Source]:
+        """With "tree", what guesses."""
+        (layer,) = self.exits
+        exits = ExitGuesses(self.heads.heads, layer, model.ends(), self.widths, self.beam, device, coupled)
+        repeated = int(self.lookup * (self.rows - 1))
+        if not repeated:
+            return [exits]
+        return [exits, History(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR)]
+
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
+        if self.control == TREE:
+            return _TreeDrafter(self, engine, sequence, picker)
         return _start(_Drafter, self.heads.heads, *self._control(engine), engine, sequence, picker)
 
     def _control(self, engine: Engine) -> tuple[tuple[int, ...], Control | None]:
@@ -142,6 +182,7 @@ class UnverifiedAdaDecode(AdaDecode):
     name = "adadecode-unverified"
     about = "the same without verification: LOSSY, for comparison"
     lossless = False
+    controls = ("calibrated", "fixed")
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _start(_Believer, self.heads.heads, *self._control(engine), engine, sequence, picker)
@@ -275,6 +316,61 @@ class _Drafter(Drafter):
         self.control.end(len(verdict.tokens))
 
 
+class _TreeDrafter(Drafter):
+    """What a program does with the same sources, on the host: the trees are the same."""
+
+    def __init__(self, method: AdaDecode, engine: Engine, sequence: Sequence, picker: Picker) -> None:
+        super().__init__(engine, sequence, picker)
+        sampling, device = picker.sampling, engine.model.device
+        self.rows = method.rows
+        # The papers' rule wants guesses that know nothing of the target's noise.
+        self.sources = method.sources(engine.model, device, coupled=sampling.rule == "keyed")
+        self.names = [MODEL]
+        for source in self.sources:
+            source.first = len(self.names)
+            self.names += source.names
+        _, self.choices, self.needs = alone_in_a_lane(sequence, sampling, device)
+
+    def drafting(self, room: int) -> Asking[Draft]:
+        sequence, model = self.sequence, self.engine.model
+        texts = Texts(1, len(sequence.tokens), model.device)
+        texts.open(0, sequence.tokens, self.picker.sampling.seed)
+        rooms = torch.tensor([room], device=model.device)
+        # A prompt is read before its last token, unless all angles change there: then with it, as plain decoding does.
+        if len(sequence.slots) < sequence.position and model.room(sequence.position - 1):
+            yield from self.engine.read(sequence)
+        offers: list[Nodes] = []
+        for source in self.sources:
+            if not isinstance(source, Climbing):
+                offers += source.guess(texts, rooms)
+            elif len(sequence.slots) == sequence.position:
+                offers.append((yield from self._climb(source, texts, rooms)))
+        return self._drafted(plant(texts.roots(), offers, self.rows, rooms))
+
+    def _climb(self, source: Climbing, texts: Texts, room: torch.Tensor) -> Asking[Nodes]:
+        """Have the rows that a source asks for computed, in slots of their own, which are free again behind it."""
+        pool, sequence = self.engine.pool, self.sequence
+        asking = source.climbing(texts, room, self.choices, self.needs)
+        rows = next(asking)
+        while True:
+            placed = pool.place(sequence, self._drafted(rows))
+            output = yield Work(self.engine, sequence, placed, 0, 0, source.layer)
+            pool.free(sequence.drafted)
+            sequence.drafted = []
+            missing = rows.tokens.shape[1] - len(placed)
+            try:
+                rows = asking.send(F.pad(output.hidden, (0, 0, 0, missing))[None])
+            except StopIteration as end:
+                nodes: Nodes = end.value
+                return nodes
+
+    def _drafted(self, rows: Rows) -> Draft:
+        """The tree of the only lane."""
+        count = int(rows.valid.sum())
+        tokens, parents, sources = (part[0, :count].tolist() for part in (rows.tokens, rows.parents, rows.sources))
+        return Draft(tuple(tokens), (-1, *parents[1:]), count, tuple(self.names[source] for source in sources))
+
+
 def _start(
     kind: type[_Drafter],
     heads: ExitHeads,
@@ -326,6 +422,20 @@ def _counts(heads: ExitHeads, about: Stored, exits: tuple[int, ...]) -> Counts:
         return (((0, 0),) * BINS,) * len(exits)
     lines = [about.calibration[heads.layers.index(layer)] for layer in exits]
     return tuple(tuple((asked, right) for asked, right in line) for line in lines)
+
+
+def _read_widths(name: str, widths: Any) -> tuple[int, ...]:
+    """Numbers of guesses from a list, or from a text like "8,3"."""
+    try:
+        found = [*map(int, widths.strip("[]() ").split(","))] if isinstance(widths, str) else list(widths)
+    except (TypeError, ValueError):
+        found = []
+    whole = all(isinstance(width, int) and not isinstance(width, bool) and 1 <= width <= WIDEST for width in found)
+    if not whole or not 1 <= len(found) <= DEEPEST:
+        raise InputError(
+            f"{name}: widths={widths!r} must be 1 to {DEEPEST} numbers of guesses from 1 to {WIDEST}, like 8,3."
+        )
+    return tuple(found)
 
 
 def _check_fit(name: str, heads: Any, model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 
 from ..draft import Draft, Verdict, chain
-from ..errors import InputError, InvalidLogits, ModelError
+from ..errors import InputError, InvalidLogits, ModelError, OutpaceWarning
 from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence
+from ..runtime.graphs import GraphEngine
 from ..runtime.plain import Engine
+from ..sources.base import Plan
+from ..sources.model import ModelGuesses
 from .base import Drafter, Method
 
 
@@ -54,6 +58,23 @@ class DraftModel(Method):
                 f"{model.vocabulary}. The draft model must share the target's tokenizer."
             )
         return replace(self, model=small)
+
+    def plan(self, engine: Engine) -> Plan | None:
+        small, near = self.model, self.model.device == engine.model.device
+        if not (isinstance(engine, GraphEngine) and near and small.lists and small.packs):
+            return None
+        try:
+            ahead = engine.beside(small)
+        except torch.OutOfMemoryError:
+            warnings.warn(
+                f"draft-model: no memory for a KV cache of {small.name} beside that of {engine.model.name}. The host "
+                "stands between the two, and texts are written more slowly. Give the KV cache a smaller share of the "
+                "memory: Decoder(..., memory=0.3).",
+                OutpaceWarning,
+                stacklevel=2,
+            )
+            return None
+        return Plan(lambda lanes, device: [ModelGuesses(ahead, self.length)], self.length + 1)
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)

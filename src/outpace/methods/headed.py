@@ -35,7 +35,8 @@ from .ngrams import History, Recycled
 SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
 BEAM = 8  # paths that a program follows from depth to depth, where heads wait for each other
-CONSIDERED = 2  # so many paths of ranks for each row
+CONSIDERED = 1.5  # so many paths of the heads' ranks for each row
+RECYCLED = 0.5  # and so many of what is recycled: with lookup's they are 256 for 64 rows, which planting takes quickly
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
 """Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
@@ -154,7 +155,7 @@ class Headed(Method):
         repeated = int((1.0 if idle else self.lookup) * (self.rows - 1)) if grown else 0
         worths: list[float] | None = None
         if self.tree == "confidence":
-            paths = likely_paths(heads.count, self.top, CONSIDERED * self.rows)
+            paths = likely_paths(heads.count, self.top, int(CONSIDERED * self.rows))
         elif self.tree == "measured":
             paths = [tuple(path) for path in about.tree[: self.rows - 1]]
             worths = [math.log(max(_worth(path, about.accuracies), 1e-9)) for path in paths]
@@ -175,7 +176,7 @@ class Headed(Method):
             if repeated:
                 found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))
             if self.recycled and grown:
-                found.append(Recycle(self.recycled, CONSIDERED * self.rows, lanes, device))
+                found.append(Recycle(self.recycled, max(1, int(RECYCLED * self.rows)), lanes, device))
             return found
 
         rows = self.rows if grown else 1 + len(paths)

@@ -121,11 +121,8 @@ class GraphEngine(Engine):
 
     def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured | None:
         """A step of a program, captured; None, and a warning, where there is no memory for it or it cannot be."""
-        packed = texts if texts > 1 else 0
         try:
-            self._make_storage()
-            if self._compile and bool(packed) not in self._prepared:
-                self._prepare(size, span, (0, self.model.layers), packed)
+            self.make_ready(size, span, texts)
             step = make()
             self._memory = step.capture(self._memory)
             return step
@@ -147,6 +144,21 @@ class GraphEngine(Engine):
             stacklevel=2,
         )
         return None
+
+    def make_ready(self, size: int, span: int, texts: int) -> None:
+        """Have storage and compiled layers, before such a step is captured."""
+        packed = texts if texts > 1 else 0
+        self._make_storage()
+        if self._compile and bool(packed) not in self._prepared:
+            self._prepare(size, span, (0, self.model.layers), packed)
+
+    def beside(self, model: Model) -> GraphEngine:
+        """An engine of a second model, whose keys and values lie in the slots of this one's: its own are all taken."""
+        self._make_storage()  # before the other takes memory
+        other = GraphEngine(model, self._compile, capacity=self.pool.capacity)
+        other._make_storage()
+        other.pool.allocate(other.pool.capacity)
+        return other
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
         return EXACTLY if self.exact else READING, RIDERS if sequence.slots else 0

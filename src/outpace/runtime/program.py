@@ -19,11 +19,11 @@ from ..models.adapter import FixedRows
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
-from ..sources.base import Plan, Reading
+from ..sources.base import Climbing, Plan, Reading, Source, Writing
 from ..step import fused
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
-from ..step.nodes import Rows, plant
+from ..step.nodes import Nodes, Rows, plant
 from ..step.walking import Walk, walk
 from .fixed import FixedStep
 
@@ -90,7 +90,8 @@ class Program:
     @property
     def margin(self) -> int:
         """Slots and places that a text needs beyond its greatest length, for rows that are not accepted."""
-        return max(map(self.size, GROUPS)) + self.deepest + 2
+        climbing = [_room(max(source.asks), LANES) for source in self.sources if isinstance(source, Climbing)]
+        return max(*map(self.size, GROUPS), *climbing) + self.deepest + 2
 
     def rows_of(self, lanes: int) -> int:
         """Rows of each lane's tree in a graph for so many lanes, the root included: several share what is cheap."""
@@ -168,6 +169,8 @@ class Program:
                 source.open(lane, sequence.tokens, sampling.seed)
                 if isinstance(source, Reading):
                     source.begin(lane, seen, sequence, sampling)
+                if isinstance(source, Writing):
+                    source.begin(sequence)
 
     def close(self, place: Place) -> None:
         """The text has ended. Whatever is still computed for it goes nowhere that matters."""
@@ -284,23 +287,59 @@ class _Flight:
         return numbers
 
 
-class _Whole(FixedStep):
+class _Trees(FixedStep):
+    """Trees of some lanes, `each` rows a lane, at most `deepest` deep."""
+
+    def __init__(self, program: Program, group: int, each: int, span: int, deepest: int) -> None:
+        engine = program.engine
+        self.program, self.model = program, engine.model
+        self.group, self.each, self.deepest = group, each, deepest
+        self.compiled, self.exact = engine.compiling, engine.exact
+        super().__init__(
+            engine.model, engine.pool, program.lanes.slots, group * each, span, engine.exact, group if group > 1 else 0
+        )
+        self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
+        if group > 1:
+            self._place_lanes(each)
+
+    def _place(self, rows: Rows) -> None:
+        """Write the rows to where the model reads them."""
+        lanes, fixed = self.lanes, self.rows
+        start = (lanes.lengths - 1).clamp(min=0)
+        slots = lanes.slots_for(rows, self.pool.scratch)
+        fixed.tokens.copy_(rows.tokens.flatten())
+        fixed.positions.copy_((start[:, None] + rows.depths).flatten())
+        fixed.slots.copy_(slots.flatten())
+        fixed.lists.length[: self.group].copy_(start * lanes.active())
+        tree = fixed.lists.tree
+        if self.exact:  # the slots of a row's ancestors, and its own, by depth
+            depth = torch.arange(self.deepest + 1, device=slots.device)
+            at = rows.sees[:, :, None] & (rows.depths[:, None, None] == depth[:, None])  # [lanes, rows, depth, rows]
+            above = slots.gather(1, at.int().argmax(3).flatten(1)).view(self.size, -1)
+            above[:, 0] = torch.where(rows.valid, slots[:, :1], self.pool.scratch).flatten()
+            tree[:, : above.shape[1]].copy_(above)
+        else:
+            _show(tree, rows.sees)
+
+
+class _Whole(_Trees):
     """The step of some lanes, in one graph."""
 
     def __init__(self, program: Program, group: int, span: int, needs: frozenset[str]) -> None:
-        engine = program.engine
-        self.program, self.model, self.needs = program, engine.model, needs
-        self.group, self.each = group, program.size(group)
-        self.compiled, self.exact = engine.compiling, engine.exact
-        self.fused = fused.usable(engine.pool.device) and not self.exact
-        size = group * self.each
-        super().__init__(
-            engine.model, engine.pool, program.lanes.slots, size, span, engine.exact, group if group > 1 else 0
-        )
-        self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
+        super().__init__(program, group, program.size(group), span, program.deepest)
+        self.needs = needs
+        self.fused = fused.usable(self.pool.device) and not self.exact
         self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
-        if group > 1:
-            self._place_lanes(self.each)
+        self.climbs = {
+            source: [_Climb(program, source.layer, group, rows, span, level) for level, rows in enumerate(source.asks)]
+            for source in program.sources
+            if isinstance(source, Climbing)
+        }
+        self.writers = {
+            source: [_Writer(program, source, group, rows, span) for rows in (program.deepest + 1, 1)]
+            for source in program.sources
+            if isinstance(source, Writing)
+        }
         self.heads = [
             _Heads(program, source, group, span, needs, self.fused)
             for source in program.sources
@@ -336,7 +375,7 @@ class _Whole(FixedStep):
         program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
         most = program.rows_of(self.group)
         room = model.rooms(lanes.lengths - 1) if program.sources else lanes.lengths
-        offers = [nodes for source in program.sources for nodes in source.guess(self.texts, room)]
+        offers = [nodes for source in program.sources for nodes in self._guesses(source, room)]
         if self.fused:
             size = (most, self.each, model.context, model.turn or 0)
             return fused.plant(offers, lanes, self.rows, self.pool.scratch, *size, plan.gate, plan.prices)
@@ -344,24 +383,24 @@ class _Whole(FixedStep):
         self._place(rows)
         return rows
 
-    def _place(self, rows: Rows) -> None:
-        """Write the rows to where the model reads them."""
-        lanes, fixed = self.lanes, self.rows
-        start = (lanes.lengths - 1).clamp(min=0)
-        slots = lanes.slots_for(rows, self.pool.scratch)
-        fixed.tokens.copy_(rows.tokens.flatten())
-        fixed.positions.copy_((start[:, None] + rows.depths).flatten())
-        fixed.slots.copy_(slots.flatten())
-        fixed.lists.length[: self.group].copy_(start * lanes.active())
-        tree = fixed.lists.tree
-        if self.exact:  # the slots of a row's ancestors, and its own, by depth
-            depth = torch.arange(self.program.deepest + 1, device=slots.device)
-            at = rows.sees[:, :, None] & (rows.depths[:, None, None] == depth[:, None])  # [lanes, rows, depth, rows]
-            above = slots.gather(1, at.int().argmax(3).flatten(1)).view(self.size, -1)
-            above[:, 0] = torch.where(rows.valid, slots[:, :1], self.pool.scratch).flatten()
-            tree[:, : above.shape[1]].copy_(above)
-        else:
-            _show(tree, rows.sees)
+    def _guesses(self, source: Source, room: torch.Tensor) -> list[Nodes]:
+        """What a source guesses. Some have rows computed on their way."""
+        how = (self.program.choices, self.needs)
+        try:
+            if isinstance(source, Climbing):
+                climbing = source.climbing(self.texts, room, *how)
+                rows = next(climbing)
+                for climb in self.climbs[source]:
+                    rows = climbing.send(climb.states(rows))
+            if isinstance(source, Writing):
+                writing = source.writing(self.texts, self.program.deepest + 1, *how)
+                wide, narrow = self.writers[source]
+                asked = writing.send(wide.logits(*next(writing)))
+                while True:
+                    asked = writing.send(narrow.logits(*asked))
+        except StopIteration as end:
+            return [end.value]
+        return source.guess(self.texts, room)
 
     def _score(self) -> Any:
         """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
@@ -412,6 +451,62 @@ class _Whole(FixedStep):
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return here, done
+
+
+class _Climb(_Trees):
+    """Rows that a source has the first layers compute while it guesses."""
+
+    def __init__(self, program: Program, layer: int, group: int, rows: int, span: int, deepest: int) -> None:
+        super().__init__(program, group, _room(rows, group), span, deepest)
+        self.layer = layer
+
+    def states(self, rows: Rows) -> torch.Tensor:
+        """[lanes, rows, width] where the layers leave the rows."""
+        count = rows.tokens.shape[1]
+        missing = self.each - count
+
+        def wide(values: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(values, (0, missing))
+
+        sees = torch.nn.functional.pad(rows.sees, (0, missing, 0, missing))
+        sees |= torch.eye(self.each, dtype=torch.bool, device=sees.device)
+        more = {"tokens": wide(rows.tokens), "depths": wide(rows.depths), "valid": wide(rows.valid)}
+        self._place(rows._replace(sees=sees, **more))
+        output = self.model.forward(self.pool, self.rows, 0, 0, self.layer, compiled=self.compiled)
+        return output.hidden.view(self.group, self.each, -1)[:, :count]
+
+
+class _Writer(FixedStep):
+    """Rows of a model that a source has of its own."""
+
+    def __init__(self, program: Program, source: Writing, group: int, rows: int, span: int) -> None:
+        engine = source.engine
+        self.model, self.compiled, self.group, self.each = engine.model, engine.compiling, group, _room(rows, group)
+        engine.make_ready(group * self.each, span, group)
+        super().__init__(
+            engine.model, engine.pool, program.lanes.slots, group * self.each, span, False, group if group > 1 else 0
+        )
+        self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
+        if group > 1:
+            self._place_lanes(self.each)
+
+    def logits(self, offset: int, tokens: torch.Tensor) -> torch.Tensor:
+        """[lanes, words] behind the last of `tokens` [lanes, rows], which begin so far behind the ends of the texts."""
+        lanes, rows, count = self.lanes, self.rows, tokens.shape[1]
+        place = torch.arange(self.each, device=tokens.device)
+        start, active = lanes.lengths + offset, lanes.active()
+        position = start[:, None] + place
+        real = (place < count) & (position >= 0) & (position < self.model.context) & active[:, None]
+        position = torch.where(real, position, 0)
+        rows.tokens.copy_(torch.nn.functional.pad(tokens, (0, self.each - count)).flatten())
+        rows.positions.copy_(position.flatten())
+        rows.slots.copy_(torch.where(real, lanes.slots.gather(1, position), self.pool.scratch).flatten())
+        rows.lists.length[: self.group].copy_(start.clamp(min=0) * active)
+        sees = (place <= place[:, None]) & real[:, None, :]
+        _show(rows.lists.tree, sees | torch.eye(self.each, dtype=torch.bool, device=tokens.device))
+        output = self.model.forward(self.pool, rows, self.size, compiled=self.compiled)
+        logits: torch.Tensor = output.logits.view(self.group, self.each, -1)[:, count - 1]
+        return logits
 
 
 class _Heads(FixedStep):
@@ -478,6 +573,11 @@ def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:
     place = (lane * each // 64)[:, None] + torch.arange(count, device=tree.device)
     tree.zero_()
     tree.view(lanes, each, -1).scatter_(2, place[:, None].expand(-1, each, -1), words)
+
+
+def _room(rows: int, group: int) -> int:
+    """Rows of each lane that are made for so many: of several lanes none may begin amid a word of another."""
+    return max(2, rows) if group == 1 else 1 << (rows - 1).bit_length()  # one row alone would be compiled apart
 
 
 def _group(texts: int) -> int:

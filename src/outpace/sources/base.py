@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,42 @@ class Reading(Source):
         """New rows of the texts, in fixed places: `rows` with the token after each, their states [rows, width].
 
         `last` [lanes] are the last of each lane. `choices` and `needs` say how their next tokens will be chosen.
+        """
+        raise NotImplementedError
+
+
+class Climbing(Source):
+    """A source that has the target's first layers compute rows of its own while it guesses, in place of `guess`."""
+
+    layer: int  # so many layers
+    asks: Sequence[int]  # how many rows of each lane it asks for, time after time
+
+    def climbing(
+        self, texts: Texts, room: torch.Tensor, choices: Any, needs: frozenset[str]
+    ) -> Generator[Rows, torch.Tensor, Nodes]:
+        """Guesses. It asks for trees below the ends of the texts, and is sent where the layers left their rows.
+
+        That is [lanes, rows, width]. `choices` and `needs` say how the texts' next tokens will be chosen.
+        """
+        raise NotImplementedError
+
+
+class Writing(Source):
+    """A source with a model of its own that writes ahead, in place of `guess`."""
+
+    engine: Any  # what runs the model. Its pool has the slots of the target's
+
+    def begin(self, sequence: Any) -> None:
+        """A text begins: the model reads it but for its last token, into the slots that the text has."""
+        raise NotImplementedError
+
+    def writing(
+        self, texts: Texts, back: int, choices: Any, needs: frozenset[str]
+    ) -> Generator[tuple[int, torch.Tensor], torch.Tensor, Nodes]:
+        """Guesses. It asks for rows of its model, and is sent the logits [lanes, words] behind the last of each lane.
+
+        They are the tokens [lanes, rows] of the positions from so many behind the ends of the texts on: first the last
+        `back` of the texts, of which the model has computed all before, then one guess after the other.
         """
         raise NotImplementedError
 

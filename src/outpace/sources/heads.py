@@ -27,7 +27,7 @@ _twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of heads that are a
 
 
 class _Expecting(Reading):
-    """What sources that draft with heads share: from logits to guesses.
+    """What sources that draft with heads share.
 
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
     """
@@ -37,38 +37,47 @@ class _Expecting(Reading):
         self.deepest = heads.count
         self.names = tuple(f"head {depth}" for depth in range(1, heads.count + 1))
 
-    def expected(
-        self, logits: torch.Tensor, ahead: torch.Tensor, texts: Texts, choices: Choices, needs: frozenset[str]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log chances [lanes, lines, top] from logits [lanes, lines, words].
 
-        `ahead` [lanes, lines] are the positions of the tokens that they guess.
-        """
-        noised = "noise" in needs
-        lanes, lines, words = logits.shape
-        named = min(max(NOISED, self.top) if noised else self.top, words)
-        quick = fused.usable(logits.device) and named <= fused.FEW
-        found = (fused.likeliest if quick else likeliest)(logits.flatten(0, 1), named).view(2, lanes, lines, -1)
-        tokens, chances = found[0].long(), found[1].float()
-        if noised:
-            tokens, chances = self._foreseen(tokens, chances, ahead, texts, choices)
-        missing = max(self.top - tokens.shape[2], 0)  # where there are fewer words
-        return F.pad(tokens[..., : self.top], (0, missing)), F.pad(chances[..., : self.top], (0, missing), value=NEVER)
+def expected(
+    logits: torch.Tensor,
+    top: int,
+    coupled: bool,
+    ahead: torch.Tensor,
+    texts: Texts,
+    choices: Choices,
+    needs: frozenset[str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best guesses and their log chances [lanes, lines, top] by logits [lanes, lines, words].
 
-    def _foreseen(
-        self, tokens: torch.Tensor, chances: torch.Tensor, ahead: torch.Tensor, texts: Texts, choices: Choices
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The guesses in the order of what the target will draw, with its noise, as `Picker.foresee` has it."""
-        warm = choices.temperature[: texts.lanes, None, None]
-        warmed = chances / torch.where(warm > 0, warm, 1.0)
-        if self.coupled:
-            warmed = warmed + gumbel(texts.seeds[:, None].expand_as(ahead), ahead, 0, tokens).float()
-        warmed, order = warmed.sort(dim=-1, descending=True)
-        drawn = warm > 0
-        return (
-            torch.where(drawn, tokens.gather(-1, order), tokens),
-            torch.where(drawn, warmed.log_softmax(-1), chances),
-        )
+    `ahead` [lanes, lines] are the positions of the tokens that they guess. When sampling and `coupled`, guesses are
+    ranked with the noise that the target will draw with.
+    """
+    noised = "noise" in needs
+    lanes, lines, words = logits.shape
+    named = min(max(NOISED, top) if noised else top, words)
+    quick = fused.usable(logits.device) and named <= fused.FEW
+    found = (fused.likeliest if quick else likeliest)(logits.flatten(0, 1), named).view(2, lanes, lines, -1)
+    tokens, chances = found[0].long(), found[1].float()
+    if noised:
+        tokens, chances = _foreseen(tokens, chances, coupled, ahead, texts, choices)
+    missing = max(top - tokens.shape[2], 0)  # where there are fewer words
+    return F.pad(tokens[..., :top], (0, missing)), F.pad(chances[..., :top], (0, missing), value=NEVER)
+
+
+def _foreseen(
+    tokens: torch.Tensor, chances: torch.Tensor, coupled: bool, ahead: torch.Tensor, texts: Texts, choices: Choices
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The guesses in the order of what the target will draw, with its noise, as `Picker.foresee` has it."""
+    warm = choices.temperature[: texts.lanes, None, None]
+    warmed = chances / torch.where(warm > 0, warm, 1.0)
+    if coupled:
+        warmed = warmed + gumbel(texts.seeds[:, None].expand_as(ahead), ahead, 0, tokens).float()
+    warmed, order = warmed.sort(dim=-1, descending=True)
+    drawn = warm > 0
+    return (
+        torch.where(drawn, tokens.gather(-1, order), tokens),
+        torch.where(drawn, warmed.log_softmax(-1), chances),
+    )
 
 
 class HeadGuesses(_Expecting):
@@ -133,7 +142,7 @@ class HeadGuesses(_Expecting):
     def _take(self, first: int, logits: torch.Tensor, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         """What the heads expect [count, lanes, words] are the guesses of the lanes from `first` on from now on."""
         ahead = texts.lengths[:, None] + torch.arange(len(logits), device=logits.device)
-        tokens, chances = self.expected(logits.transpose(0, 1), ahead, texts, choices, needs)
+        tokens, chances = expected(logits.transpose(0, 1), self.top, self.coupled, ahead, texts, choices, needs)
         lanes = slice(first, first + texts.lanes)
         self._tokens[lanes], self._chances[lanes] = tokens.flatten(1), chances.flatten(1)
 
@@ -222,7 +231,7 @@ class SequentialGuesses(_Expecting):
             states = final[:, None].expand(-1, paths, -1).flatten(0, 1)
             logits = self.heads.guess(ends, states, words.flatten(0, 1)).view(lanes, paths, -1)
             ahead = (texts.lengths[:, None] + depth).expand(-1, paths)
-            tokens, chances = self.expected(logits, ahead, texts, choices, needs)
+            tokens, chances = expected(logits, self.top, self.coupled, ahead, texts, choices, needs)
             grown = (worth[..., None] + chances).flatten(1)  # [lanes, paths × top]
             words = torch.cat([words[:, :, None].expand(-1, -1, self.top, -1), tokens[..., None]], 3).flatten(1, 2)
             hashed = ways[:, :, None, -1] + mix(tokens, depth + 1)
