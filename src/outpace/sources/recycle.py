@@ -5,8 +5,8 @@ the row's token alone, whatever stood before it, and is the next guess wherever 
 Recycling.
 
 The memory is each lane's own and begins empty. One for all texts would know more tokens, but then the steps of a text
-would depend on what was written before and beside it. The prompt's rows would fill it too, but they have no logits: to
-compute them takes about as long as what they win.
+would depend on what was written before and beside it. The prompt's rows would fill it too, but they have no logits: by
+estimate, to compute them takes about as long as what they win.
 """
 
 from __future__ import annotations
