@@ -17,6 +17,7 @@ from outpace.methods.headed import FLOOR, LONGEST, REACH
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models.hf import HFModel
 from outpace.picking import Picker, likeliest
+from outpace.runtime import program
 from outpace.runtime.graphs import GraphEngine
 from outpace.sources.heads import HeadGuesses, SequentialGuesses, likely_paths
 from outpace.sources.history import PLACES, History, matches
@@ -39,6 +40,12 @@ from .test_step import paths_of
 CPU = torch.device("cpu")
 WORDS = 5  # few, so that texts repeat themselves
 LANES = 3
+
+
+@pytest.fixture(autouse=True)
+def _rows_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes need not share rows: a text's trees are those that it has alone."""
+    monkeypatch.setattr(program, "ROWS", 1024)
 
 
 def texts_of(draw: random.Random, longest: int = 30) -> list[list[int]]:

@@ -95,7 +95,7 @@ class Program:
 
     def rows_of(self, lanes: int) -> int:
         """Rows of each lane's tree in a graph for so many lanes, the root included: several share what is cheap."""
-        return min(self.rows, max(self.probes + 1, ROWS // lanes)) if lanes > 1 else self.rows
+        return min(self.rows, max(self.probes + 1, ROWS // lanes, 2)) if lanes > 1 else self.rows
 
     def size(self, lanes: int) -> int:
         """The same with the rows that fill up."""
