@@ -304,7 +304,7 @@ def with_heads(small: Any, times: int) -> dict[str, Method]:
         ready: Any = kind().prepare(adapted)
         heads = widen_heads(ready.heads.heads, times)
         for rows in (16, 64):
-            found[f"{kind.name} ({rows} rows)"] = kind(heads=heads, rows=rows, lookup=0.0, recycled=0, priced=False)
+            found[f"{kind.name} ({rows} rows)"] = kind(heads=heads, rows=rows, lookup=0.0, priced=False)
             found[f"{kind.name} with lookup ({rows} rows)"] = kind(heads=heads, rows=rows, priced=False)
         found[f"{kind.name} with lookup, priced"] = kind(heads=heads, rows=64)
     return found

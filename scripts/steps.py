@@ -63,9 +63,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
             "medusa with lookup (64 rows)": Medusa(heads=heads["medusa"], rows=64, priced=False),
             "amphista with lookup (32 rows)": Amphista(heads=heads["amphista"], rows=32, priced=False),
             "amphista with lookup (64 rows)": Amphista(heads=heads["amphista"], rows=64, priced=False),
-            "amphista with lookup, nothing recycled": Amphista(
-                heads=heads["amphista"], rows=64, recycled=0, priced=False
-            ),
+            "amphista with lookup, recycled": Amphista(heads=heads["amphista"], rows=64, recycled=8, priced=False),
         }
     if arguments.only:
         chosen = {name: method for name, method in chosen.items() if name.startswith(("plain", *arguments.only))}

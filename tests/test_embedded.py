@@ -89,7 +89,7 @@ def test_trained_exits_save_passes(decoder: Decoder) -> None:
 
 def test_trained_heads_save_steps(decoder: Decoder) -> None:
     """Those that are shipped: Amphista most, Medusa least."""
-    alone = [replace(method, lookup=0.0, recycled=0) for method in HEADS]
+    alone = [replace(method, lookup=0.0) for method in HEADS]
     prompt = PROMPTS["math"][0]
     steps = [decoder.generate(prompt, method=decoder.prepare(method), max_new_tokens=40).steps for method in alone]
     assert steps == sorted(steps, reverse=True)

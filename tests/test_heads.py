@@ -319,7 +319,7 @@ def test_heads_that_make_it_slower_are_not_asked(tree: str, kept: Path) -> None:
     method = replace(ready, heads=ready.heads._replace(shipped=True))
     with pytest.warns(OutpaceWarning, match=r"0\.90 times as fast as plain decoding .* priced=False"):
         steps = list(decoder.stream(prompt, method=method, max_new_tokens=12))
-    assert {source for step in steps for source in step.draft.sources[1:]} == {"lookup", "recycled"}
+    assert {source for step in steps for source in step.draft.sources[1:]} == {"lookup"}
     assert [token for step in steps for token in step.tokens] == plain
     for used in (ready, replace(method, priced=False)):  # heads that were not measured, and those asked for
         steps = list(decoder.stream(prompt, method=used, max_new_tokens=12))
@@ -332,7 +332,7 @@ def test_some_rows_go_to_repetition(tree: str, kept: Path) -> None:
     decoder = Decoder(tiny("Llama"))
     prompt = [5, 9, 7, 3, 8, 2] * 3
     for lookup in (0.0, 0.5):
-        method = decoder.prepare(Amphista(heads=kept, rows=11, tree=tree, lookup=lookup, recycled=0))
+        method = decoder.prepare(Amphista(heads=kept, rows=11, tree=tree, lookup=lookup))
         drafts = [step.draft for step in decoder.stream(prompt, method=method, max_new_tokens=12)]
         found = {source for draft in drafts for source in draft.sources[1:]}
         assert "head 1" in found

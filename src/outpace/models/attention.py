@@ -178,7 +178,7 @@ def _launch(
     else:
         tile = 64 if lists.exact or rows * group >= 64 else 16
         programs = cdiv(rows, tile // group)
-    padded = next_power_of_2(size)
+    padded = max(16, next_power_of_2(size))  # smaller ones cannot be multiplied
     processors, memory = device_of(query.device)
     stages = ((memory - SPARE) // (padded * query.element_size()) - tile) // (2 * BLOCK)
     factor = scaling * LOG2_E  # scores in powers of two

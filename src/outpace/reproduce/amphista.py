@@ -34,7 +34,7 @@ def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None, answers: Path | 
     """
     lab.parts = len(TEMPERATURES)
     given = dict(heads or {})
-    same: Any = {"rows": rows or (8 if lab.cpu else 64), "lookup": 0.0, "recycled": 0, "priced": False}
+    same: Any = {"rows": rows or (8 if lab.cpu else 64), "lookup": 0.0, "priced": False}
     ready: dict[str, Any] = {
         name: lab.decoder.prepare(kind(heads=given.pop(name, None), **same)) for name, kind in KINDS.items()
     }
