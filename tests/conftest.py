@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from outpace.runtime import calibrate
 
 settings.register_profile("outpace", deadline=None, derandomize=True)
 settings.load_profile("outpace")
-torch.set_num_threads(1)  # a tiny model is quicker without a second thread to wait for
+torch.set_num_threads(1)  # a second thread is waited for, where other processes have the cores: for minutes
 
 VOCABULARY = 97
 CONTEXT = 160
@@ -101,14 +101,6 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: collections need not look through it again."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def two_threads() -> Iterator[None]:
-    """For the embedded model, which is not tiny."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
