@@ -15,6 +15,8 @@ from hypothesis import settings
 
 from outpace.runtime import calibrate
 
+from . import ranks
+
 settings.register_profile("outpace", deadline=None, derandomize=True)
 settings.load_profile("outpace")
 torch.set_num_threads(1)  # a second thread is waited for, where other processes have the cores: for minutes
@@ -97,10 +99,11 @@ def build(name: str, options: dict[str, Any], seed: int, dtype: torch.dtype) -> 
     return model
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: collections need not look through it again."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.path.name == "test_parallel.py" for item in session.items):
+        ranks.begin()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is imported by now stays: garbage collections need not look through it again
 
 
 @pytest.fixture(autouse=True)
