@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from hypothesis import settings
 
 from outpace.runtime import calibrate
 
+from . import ranks
+
 settings.register_profile("outpace", deadline=None, derandomize=True)
 settings.load_profile("outpace")
-torch.set_num_threads(1)  # a tiny model is quicker without a second thread to wait for
+torch.set_num_threads(1)  # a second thread is waited for, where other processes have the cores: for minutes
 
 VOCABULARY = 97
 CONTEXT = 160
@@ -97,18 +99,11 @@ def build(name: str, options: dict[str, Any], seed: int, dtype: torch.dtype) -> 
     return model
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: collections need not look through it again."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.path.name == "test_parallel.py" for item in session.items):
+        ranks.begin()
     gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def two_threads() -> Iterator[None]:
-    """For the embedded model, which is not tiny."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+    gc.freeze()  # what is imported by now stays: garbage collections need not look through it again
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from typing import Any
 
 from torch.distributed import HashStore
@@ -17,6 +18,12 @@ from outpace.parallel import Ranks
 
 _processes = multiprocessing.get_context("forkserver")  # imports happen once, in the server
 _processes.set_forkserver_preload(["outpace.parallel", "tests.conftest", "transformers.models.llama.modeling_llama"])
+
+
+def begin() -> None:
+    """Have the server import what it will need, beside other tests. It must not tell of ranks that are lost."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    forkserver.ensure_running()
 
 
 class ThreadRanks(Ranks):

@@ -124,7 +124,7 @@ def test_more_texts_and_rows_than_a_graph_takes(monkeypatch: pytest.MonkeyPatch)
     assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_joins_and_cancellations_change_nobody_else(data: Any) -> None:
     """Texts join and are cancelled at random steps; whoever is written to the end has the text it has alone."""

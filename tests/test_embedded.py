@@ -24,7 +24,7 @@ from outpace import (
 from outpace.bench.prompts import PROMPTS
 from outpace.methods.headed import SHIPPED
 
-pytestmark = [pytest.mark.embedded, pytest.mark.usefixtures("two_threads")]
+pytestmark = pytest.mark.embedded
 LISTED = [prompt for group in PROMPTS.values() for prompt in group]
 # Its two best logits once differ in the seventh digit, and in float32 the number of rows decides which is higher.
 TIED = "Translate into German: Please close the window before it starts to rain."
@@ -72,28 +72,28 @@ def test_prompts_cover_six_tasks() -> None:
     "prompt", [PROMPTS["code"][0], pytest.param(PROMPTS["translation"][1], marks=pytest.mark.slow)]
 )
 def test_greedy(decoder: Decoder, prompt: str) -> None:
-    expected = check(decoder, prompt, [*SMALL, *HEADS, Lookahead()], Sampling(), 16)
-    assert expected == transformers_greedy(decoder, prompt, 16)
+    expected = check(decoder, prompt, [*SMALL, *HEADS], Sampling(), 12)
+    assert expected == transformers_greedy(decoder, prompt, 12)
 
 
 def test_sampled(decoder: Decoder) -> None:
-    check(decoder, PROMPTS["summary"][1], [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=3), 20)
+    check(decoder, PROMPTS["question"][1], [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=3), 12)
 
 
 def test_trained_exits_save_passes(decoder: Decoder) -> None:
     method = decoder.prepare(AdaDecode(exits="16,24", control="fixed", gamma=0.6))
-    found = decoder.generate(PROMPTS["code"][0], method=method, max_new_tokens=32)
-    assert found.token_ids == decoder.generate(PROMPTS["code"][0], method=Autoregressive(), max_new_tokens=32).token_ids
-    assert found.steps < 24
+    found = decoder.generate(PROMPTS["code"][0], method=method, max_new_tokens=16)
+    assert found.token_ids == decoder.generate(PROMPTS["code"][0], method=Autoregressive(), max_new_tokens=16).token_ids
+    assert found.steps < 12
 
 
 def test_trained_heads_save_steps(decoder: Decoder) -> None:
     """Those that are shipped: Amphista most, Medusa least."""
     alone = [replace(method, lookup=0.0) for method in HEADS]
     prompt = PROMPTS["math"][0]
-    steps = [decoder.generate(prompt, method=decoder.prepare(method), max_new_tokens=40).steps for method in alone]
+    steps = [decoder.generate(prompt, method=decoder.prepare(method), max_new_tokens=16).steps for method in alone]
     assert steps == sorted(steps, reverse=True)
-    assert steps[-1] < 24
+    assert steps[-1] < 10
 
 
 def test_shipped_heads_are_small() -> None:
@@ -111,7 +111,7 @@ def test_an_answer_reads_well(decoder: Decoder) -> None:
 
 
 def test_text_is_what_the_tokenizer_says(decoder: Decoder) -> None:
-    result = decoder.generate(PROMPTS["translation"][0], max_new_tokens=32)
+    result = decoder.generate(PROMPTS["translation"][0], max_new_tokens=16)
     assert result.text == decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
 
 

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands."""
+"""The README's Python runs as it stands, but that texts are shorter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.embedded
-@pytest.mark.usefixtures("two_threads")
 def test_python_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 3
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+        short = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block)
+        exec(compile(short, "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "steps" in printed
     assert "def fibonacci(n):" in printed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def level(part: str) -> int:
     return next(index for index, names in enumerate(LEVELS) if part in names)
 
 
+@functools.cache
 def imports() -> list[tuple[str, str]]:
     """(importing part, imported part) for every import in the package, at any depth in the code."""
     found = []

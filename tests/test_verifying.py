@@ -63,7 +63,7 @@ def test_one_step_over_a_tree_has_the_targets_distribution(rule: str, kind: str)
     target = torch.randn(WORDS, generator=generator)
     q = torch.randn(WORDS, generator=generator).softmax(-1, dtype=torch.float64)
     counts = torch.zeros(WORDS)
-    for seed in range(3000):
+    for seed in range(1500):
         guesses = torch.multinomial(q, 2, generator=generator).tolist() if kind == "drawn" else [1, 3]
         tree = Tree(0)
         for guess in guesses:
@@ -83,7 +83,7 @@ def test_a_wrong_rule_would_be_noticed() -> None:
     q = torch.full((WORDS,), 0.2, dtype=torch.float64)
     draft = Draft((0, 0), (-1, 0), 2, ("model", "test"), (None, q))
     counts = torch.zeros(WORDS)
-    for seed in range(2000):
+    for seed in range(1500):
         picker = Picker(Sampling(temperature=1.0, seed=seed, rule="rejection"), 1)
         scores = Scores(target.expand(2, WORDS), torch.zeros(2, 1))
         counts[verify(draft, scores, picker, [0], never).tokens[0]] += 1
