@@ -192,7 +192,7 @@ def test_streamers_see_what_transformers_shows_them(method: outpace.Method) -> N
 
 def test_a_text_can_be_read_from_another_thread() -> None:
     tokenizer = LetterTokenizer()
-    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)  # type: ignore[arg-type]
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=300)  # type: ignore[arg-type]
     options = {"max_new_tokens": 12, "do_sample": False, "custom_generate": METHODS[0], "streamer": streamer}
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(generate, **options)

@@ -17,11 +17,11 @@ ROOT = Path(outpace.__file__).parent
 LEVELS = [
     ["errors", "draft"],
     ["files"],
-    ["picking", "pool", "report"],
+    ["picking", "pool", "report", "sending"],
+    ["models"],
     ["step"],
     ["sources"],
     ["verifying"],
-    ["models"],
     ["runtime"],
     ["heads"],
     ["methods"],
