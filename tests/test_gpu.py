@@ -90,7 +90,7 @@ def test_graphs_compute_what_forwards_compute(compiled: bool) -> None:
     model = HFModel(small_llama(torch.float32))
     if compiled:
         model.fuse()
-    plain, graphs = Engine(model), GraphEngine(model, compiled=compiled, capacity=128)
+    plain, graphs = Engine(model), GraphEngine(model, compiled=compiled, capacity=2048)
     rng = random.Random(0)
     for length in (1, 60, 700):
         prompt, answer = rng.choices(range(2048), k=length), rng.choices(range(2048), k=6)
@@ -110,7 +110,7 @@ def test_products_of_our_own_change_no_more_than_rounding_does() -> None:
     model.replace_products()
     joined = any(isinstance(module, GatedMLP) for module in model._mirror.modules())
     assert joined == fetches_tiles(model.device)
-    engine = GraphEngine(model, capacity=128)
+    engine = GraphEngine(model, capacity=2048)
     for rows in (6, 20, 50, 100, 200, 300):
         assert _disagreement(in_a_tree(engine, prompt, answer, rows, rng), expected) < 0.05
 

@@ -480,6 +480,21 @@ def test_exact_mode(label: str) -> None:
     assert write(decoder, method_of("Llama", label), prompts, SAMPLINGS[:3], 8) == known
 
 
+@pytest.mark.parametrize("label", ["prompt-lookup", "exits", "draft-model"])
+def test_a_lane_at_rest_reads_nothing_beyond_its_rows(label: str) -> None:
+    """In exact mode a row's ancestors are listed by their distance from the text, as far as the list reaches."""
+    decoder, method = decoder_of(tiny("Llama"), exact_rows=8), method_of("Llama", label)
+    prompt = tuple(prompt_of(1))
+    assert write(decoder, method, [prompt], SAMPLINGS[:1], 8) == [expected("Llama", prompt, 0, 8)]
+    (each,) = programs(decoder)
+    assert int(each.lanes.lengths[0]) > len(prompt)  # what was written is still there
+    for graph in each._graphs.values():
+        graph.run()
+        for step in (graph, *(climb for climbs in graph.climbs.values() for climb in climbs)):
+            ahead = step.rows.positions - step.rows.lists.length[0]
+            assert 0 <= int(ahead.min()) <= int(ahead.max()) <= step.deepest
+
+
 @pytest.mark.parametrize("exact_rows", [0, 8])
 def test_rows_that_climb_write_to_no_slot_that_is_in_use(exact_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only behind the text of their own lane, from its last token on; those that fill up write to the scratch slot."""

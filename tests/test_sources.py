@@ -302,7 +302,7 @@ def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: f
     logits = torch.randn(count, LANES, words)
 
     class Heads:
-        count = 3
+        count, reads_text = 3, False
 
         def fixed(self, *_: Any) -> torch.Tensor:
             return logits
@@ -316,7 +316,7 @@ def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: f
         choices.open(lane, sampling, texts[lane])
     (nothing,) = source.guess(lanes, torch.full((LANES,), 9))
     assert all(offered(nothing, lane) == {} for lane in range(LANES))
-    source.read(None, torch.zeros(0), torch.zeros(LANES), lanes, choices, choices.needs)
+    source.expect(0, source.feed(None, torch.zeros(0), torch.zeros(LANES)), lanes, choices, choices.needs)
     (nodes,) = source.guess(lanes, torch.full((LANES,), 9))
     for lane, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
         found = likeliest(logits[:, lane], words)
@@ -338,7 +338,7 @@ def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, 
         return table[tokens.shape[1] - 1, (tokens * places * 3).sum(1) % 50]
 
     class Heads:
-        count = 3
+        count, reads_text = 3, False
 
         def guess(self, ends: Any, final: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             return logits_after(tokens)
@@ -354,7 +354,7 @@ def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, 
     source = SequentialGuesses(Heads(), (Ends, None, 0), top, beam, LANES + 1, CPU)
     texts = texts_of(draw)
     lanes, choices = lanes_with(texts, [0] * LANES), Choices(LANES, words, CPU)
-    source.read(Kept, torch.zeros(LANES, 1), torch.arange(LANES), lanes, choices, frozenset())
+    source.expect(0, source.feed(Kept, torch.zeros(LANES, 1), torch.arange(LANES)), lanes, choices, frozenset())
     (nodes,) = source.guess(lanes, torch.full((LANES,), 9))
     assert nodes.tokens.shape[1] == source.nodes
     for lane, newest in enumerate(Kept.tokens.tolist()):

@@ -19,13 +19,15 @@ from ..models.adapter import FixedRows
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
+from ..sending import put
 from ..sources.base import Climbing, Plan, Reading, Source, Writing
+from ..sources.heads import alone
 from ..step import fused
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
 from ..step.nodes import Nodes, Rows, plant
 from ..step.walking import Walk, walk
-from .fixed import FixedStep
+from .fixed import FixedStep, bits
 
 if TYPE_CHECKING:
     from .graphs import GraphEngine
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 LANES = 64  # texts that a program has at the same time
 GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
 ROWS = 64  # that the lanes of a graph share, if they are several: so many cost little more than one
+PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # rows of a prompt that heads are shown at a time
 PACE = 0.1  # how quickly what a step is expected to bring follows what steps bring
 
 
@@ -85,6 +88,8 @@ class Program:
         self._most = LANES if engine.most_texts > 1 else 1
         self._places: list[Place] = []  # of all texts, those that are being read included
         self._graphs: dict[tuple[int, int, frozenset[str]], _Whole | None] = {}
+        self._prompts: dict[tuple[Reading, int, int], _Prompt] = {}  # by source, rows and length of text
+        self._prompt = torch.zeros(1, longest, dtype=torch.long, device=device)  # slots of the prompt that is fed
         self._flying: list[_Flight] = []  # launched, and not read yet
 
     @property
@@ -167,10 +172,26 @@ class Program:
             self.choices.open(lane, sampling, sequence.tokens)
             for source in self.sources:
                 source.open(lane, sequence.tokens, sampling.seed)
-                if isinstance(source, Reading):
-                    source.begin(lane, seen, sequence, sampling)
+                if isinstance(source, Reading) and seen:
+                    fed = self._feed(source, seen if source.reads_text else seen[-1:], sequence)
+                    source.expect(lane, fed, *alone(sequence, sampling, self.lanes.device))
                 if isinstance(source, Writing):
                     source.begin(sequence)
+
+    def _feed(self, source: Reading, seen: list[torch.Tensor], sequence: Sequence) -> Any:
+        """Show a source the states of the computed text, or of its end, as far as `seen` has them."""
+        start = len(sequence.slots) - sum(map(len, seen))
+        put(sequence.slots, self._prompt[0])
+        for states in seen:
+            size = next(size for size in PROMPTS if size >= len(states))
+            key = (source, size, self.engine.span(len(sequence.slots)))
+            if key not in self._prompts:
+                made = self.engine.captured(lambda key=key: _Prompt(self, *key), size, key[2], 1)
+                self._prompts[key] = made or _Prompt(self, *key)
+            prompt = self._prompts[key]
+            prompt.feed(states, start, sequence)
+            start += len(states)
+        return prompt.fed
 
     def close(self, place: Place) -> None:
         """The text has ended. Whatever is still computed for it goes nowhere that matters."""
@@ -305,12 +326,12 @@ class _Trees(FixedStep):
     def _place(self, rows: Rows) -> None:
         """Write the rows to where the model reads them."""
         lanes, fixed = self.lanes, self.rows
-        start = (lanes.lengths - 1).clamp(min=0)
+        start = (lanes.lengths - 1).clamp(min=0) * lanes.active()  # a lane at rest has no text
         slots = lanes.slots_for(rows, self.pool.scratch)
         fixed.tokens.copy_(rows.tokens.flatten())
         fixed.positions.copy_((start[:, None] + rows.depths).flatten())
         fixed.slots.copy_(slots.flatten())
-        fixed.lists.length[: self.group].copy_(start * lanes.active())
+        fixed.lists.length[: self.group].copy_(start)
         tree = fixed.lists.tree
         if self.exact:  # the slots of a row's ancestors, and its own, by depth
             depth = torch.arange(self.deepest + 1, device=slots.device)
@@ -557,7 +578,32 @@ class _Heads(FixedStep):
         self._show(states.flatten(0, 1), last)
 
     def _show(self, states: torch.Tensor, last: torch.Tensor) -> None:
-        self.source.read(self.rows, states, last, self.lanes, self.choices, self.needs)
+        fed = self.source.feed(self.rows, states, last)
+        self.source.expect(0, fed, self.lanes, self.choices, self.needs)
+
+
+class _Prompt(FixedStep):
+    """What a source reads of a prompt, some of its rows at a time."""
+
+    fed: Any
+
+    def __init__(self, program: Program, source: Reading, size: int, span: int) -> None:
+        engine = program.engine
+        super().__init__(engine.model, engine.pool, program._prompt, size, span, False)
+        self.source = source
+        self._causal = bits(np.tril(np.ones((size, -(-size // 64) * 64), dtype=np.bool_)))
+
+    def _step(self) -> None:
+        last = (self.rows.slots != self.pool.scratch).sum(0, keepdim=True).sub(1).clamp(min=0)
+        self.fed = self.source.feed(self.rows, self.hidden, last)
+
+    def feed(self, states: torch.Tensor, start: int, sequence: Sequence) -> None:
+        """States of the text from `start` on."""
+        count = len(states)
+        stop = start + count
+        self.hidden[:count].copy_(states)
+        numbers = [sequence.tokens[start + 1 : stop + 1], range(start, stop), sequence.slots[start:stop]]
+        self.launch(np.array(numbers), self._causal[:count], start)
 
 
 def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:

@@ -40,22 +40,19 @@ class Source:
 class Reading(Source):
     """A source that reads the hidden states of rows that were kept, too."""
 
-    def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Any) -> None:
-        """After `open`: the states of the computed text, in pieces [tokens, width]."""
+    reads_text: bool  # all of them; otherwise the last of each text are enough
+
+    def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
+        """New rows of texts, in fixed places: `rows` with the token after each, their states [rows, width].
+
+        Says what the guesses behind the rows `last`, one of each text, come from.
+        """
         raise NotImplementedError
 
-    def read(
-        self,
-        rows: Any,
-        hidden: torch.Tensor,
-        last: torch.Tensor,
-        texts: Texts,
-        choices: Any,
-        needs: frozenset[str],
-    ) -> None:
-        """New rows of the texts, in fixed places: `rows` with the token after each, their states [rows, width].
+    def expect(self, first: int, fed: Any, texts: Texts, choices: Any, needs: frozenset[str]) -> None:
+        """What `feed` said of `texts`, which have the lanes from `first` on, is what guesses come from now.
 
-        `last` [lanes] are the last of each lane. `choices` and `needs` say how their next tokens will be chosen.
+        `choices` and `needs` say how their next tokens will be chosen.
         """
         raise NotImplementedError
 

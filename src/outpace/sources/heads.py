@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from ..models.fusing import Fusion
 from ..models.products import Products
 from ..picking import NOISED, Sampling, likeliest
-from ..sending import send
 from ..step import fused
 from ..step.choosing import Choices, gumbel, needs_of
 from ..step.nodes import NEVER, Nodes, mix
@@ -34,6 +33,7 @@ class _Expecting(Reading):
 
     def __init__(self, heads: Any, shared: tuple[Any, Any, int], top: int, coupled: bool) -> None:
         self.heads, self.shared, self.top, self.coupled = heads, shared, top, coupled
+        self.reads_text = heads.reads_text
         self.deepest = heads.count
         self.names = tuple(f"head {depth}" for depth in range(1, heads.count + 1))
 
@@ -120,29 +120,12 @@ class HeadGuesses(_Expecting):
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         self._chances[lane].fill_(NEVER)
 
-    def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Sampling) -> None:
-        if not hidden:
-            return
-        follower = self.heads.follow(*self.shared)
-        states = torch.cat(hidden)
-        follower.feed(states, send(sequence.tokens[-len(states) :], states.device), sequence)
-        self._take(lane, follower.guesses()[:, None], *alone(sequence, sampling, states.device))
+    def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
+        return self._fixed(*self.shared, rows, hidden, last)
 
-    def read(
-        self,
-        rows: Any,
-        hidden: torch.Tensor,
-        last: torch.Tensor,
-        texts: Texts,
-        choices: Choices,
-        needs: frozenset[str],
-    ) -> None:
-        self._take(0, self._fixed(*self.shared, rows, hidden, last), texts, choices, needs)
-
-    def _take(self, first: int, logits: torch.Tensor, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
-        """What the heads expect [count, lanes, words] are the guesses of the lanes from `first` on from now on."""
-        ahead = texts.lengths[:, None] + torch.arange(len(logits), device=logits.device)
-        tokens, chances = expected(logits.transpose(0, 1), self.top, self.coupled, ahead, texts, choices, needs)
+    def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
+        ahead = texts.lengths[:, None] + torch.arange(len(fed), device=fed.device)
+        tokens, chances = expected(fed.transpose(0, 1), self.top, self.coupled, ahead, texts, choices, needs)
         lanes = slice(first, first + texts.lanes)
         self._tokens[lanes], self._chances[lanes] = tokens.flatten(1), chances.flatten(1)
 
@@ -194,32 +177,11 @@ class SequentialGuesses(_Expecting):
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         self._chances[lane].fill_(NEVER)
 
-    def begin(self, lane: int, hidden: list[torch.Tensor], sequence: Any, sampling: Sampling) -> None:
-        if hidden:
-            newest = send(sequence.tokens[-1:], hidden[-1].device)
-            self._grow(lane, hidden[-1][-1:], newest, *alone(sequence, sampling, newest.device))
+    def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
+        return hidden.index_select(0, last), rows.tokens.index_select(0, last)
 
-    def read(
-        self,
-        rows: Any,
-        hidden: torch.Tensor,
-        last: torch.Tensor,
-        texts: Texts,
-        choices: Choices,
-        needs: frozenset[str],
-    ) -> None:
-        self._grow(0, hidden.index_select(0, last), rows.tokens.index_select(0, last), texts, choices, needs)
-
-    def _grow(
-        self,
-        first: int,
-        hidden: torch.Tensor,
-        newest: torch.Tensor,
-        texts: Texts,
-        choices: Choices,
-        needs: frozenset[str],
-    ) -> None:
-        """Guess behind the newest tokens [lanes] and the states before them [lanes, width]."""
+    def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
+        hidden, newest = fed  # the newest tokens [lanes], and the states before them [lanes, width]
         ends, _, _ = self.shared
         final, lanes, at = ends.norm(hidden), len(newest), 0
         mine = slice(first, first + lanes)
