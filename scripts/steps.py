@@ -108,7 +108,7 @@ def graph_ms(program: Program, prompt: list[int], group: int = 1) -> tuple[float
         alone(engine.read(sequence, program.sees(seen)))
         program.open(place, sequence, Sampling(), seen)
         try:
-            whole = program._graph(group, 1024, frozenset())
+            whole = program._steps(group, 1024, frozenset())[-1]
             both = median_ms(whole.run, 12)
         finally:
             program.close(place)
@@ -186,7 +186,7 @@ def profile(engine: GraphEngine, methods: dict[str, Method], prompt: list[int]) 
     """What each kernel adds to a step."""
     for name, method in methods.items():
         program = engine.program_for(method, Sampling())
-        whole = program._graph(1, 1024, frozenset())
+        whole = program._steps(1, 1024, frozenset())[-1]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
             whole.run()
             torch.cuda.synchronize()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import AdaDecode, Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace import AdaDecode, Auto, Autoregressive, Decoder, Jacobi, Lookahead, Method, PromptLookup, Sampling
 from outpace.draft import find_best
 from outpace.models.hf import HFModel
 from outpace.picking import likeliest
 from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.sizes import Sizes
 from outpace.sources.recycle import Recycle
 from outpace.step import fused
 from outpace.step.choosing import Choices
@@ -46,6 +47,7 @@ METHODS: dict[str, Method] = {
     "lookahead pairs": Lookahead(window=3, ngram=2, guesses=3),
     "lookahead one column": Lookahead(window=1, ngram=2, guesses=5),
     "lookahead one guess": Lookahead(window=2, ngram=3, guesses=1, prompt_pool=False),
+    "auto": Auto(heads=False, rows=16),
     "lookahead deep": Lookahead(window=3, ngram=5, guesses=6, longest_key=2, reach=4),
 }
 
@@ -61,6 +63,7 @@ def steps_of(
     """Everything that the steps of some texts did."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "usable", lambda device: kernels)
+        patch.setattr(Sizes, "choose", lambda self, texts, kinds: max(kinds)[0])  # whatever steps cost here
         patch.setattr(attention, "INTERPRET", False)  # it has tests of its own, and takes minutes
         model = tiny("Llama").to(DEVICE)
         decoder = Decoder(model)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .methods import (
         AdaDecode,
         Amphista,
+        Auto,
         Autoregressive,
         DraftModel,
         Hydra,
@@ -58,6 +59,7 @@ _HOMES = {
     "methods": (
         "AdaDecode",
         "Amphista",
+        "Auto",
         "Autoregressive",
         "DraftModel",
         "Hydra",
@@ -76,6 +78,7 @@ _HOMES = {
 __all__ = [
     "AdaDecode",
     "Amphista",
+    "Auto",
     "Autoregressive",
     "Batch",
     "BatchError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ def send(
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def put(numbers: Sequence[int], place: torch.Tensor) -> None:
+def put(numbers: Any, place: torch.Tensor) -> None:
     """Write them to the beginning of a place on the device."""
     here = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
     place[: len(here)].copy_(here, non_blocking=True)

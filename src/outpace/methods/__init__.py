@@ -6,6 +6,7 @@ from ..errors import UnknownNameError
 from ..runtime.costs import CostCurve
 from .adadecode import AdaDecode, SelfSpeculative, UnverifiedAdaDecode
 from .amphista import Amphista
+from .auto import Auto
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, build
 from .draft_model import DraftModel
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
         AdaDecode,
         UnverifiedAdaDecode,
         SelfSpeculative,
+        Auto,
     )
 }
 
@@ -77,6 +79,7 @@ __all__ = [
     "ON_GPU",
     "AdaDecode",
     "Amphista",
+    "Auto",
     "Autoregressive",
     "DraftModel",
     "Drafter",

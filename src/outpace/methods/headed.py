@@ -59,6 +59,27 @@ def shipped(kind: str, model: Model) -> Ready | None:
     return None
 
 
+def load_heads(name: str, heads: Any, model: Model) -> Ready:
+    """Heads for the method `name`: given ones, or those of a folder."""
+    if isinstance(heads, Heads):
+        return Ready(heads.copied(model.device, model.dtype), Stored({}))
+    folder = Path(heads).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"{name}: {folder} is no folder of heads. Make one with `outpace train`.")
+    if is_reference(folder):
+        return Ready(load_reference(folder, model), Stored({}), str(folder))
+    return Ready(*load(folder, model, KINDS), str(folder))
+
+
+def check_width(name: str, heads: Heads, model: Model) -> None:
+    """Heads must fit the model."""
+    if heads.shape.width != model.width:
+        raise ModelError(
+            f"{name}: these heads read states of width {heads.shape.width}; those of {model.name} have "
+            f"{model.width}. Heads work only with the model that they were trained for."
+        )
+
+
 @dataclass(frozen=True)
 class Headed(Method):
     """Settings of all methods that draft with heads.
@@ -101,11 +122,7 @@ class Headed(Method):
         method = super().prepare(model)
         assert isinstance(method, Headed)
         ready = method.heads if isinstance(method.heads, Ready) else self._load(model)
-        if ready.heads.shape.width != model.width:
-            raise ModelError(
-                f"{self.name}: these heads read states of width {ready.heads.shape.width}; those of {model.name} have "
-                f"{model.width}. Heads work only with the model that they were trained for."
-            )
+        check_width(self.name, ready.heads, model)
         if not isinstance(method.tree, str):
             deepest, widest = max(map(len, method.tree), default=0), max(map(max, method.tree), default=0)
             if deepest > ready.heads.count:
@@ -120,19 +137,11 @@ class Headed(Method):
         return replace(method, heads=ready)
 
     def _load(self, model: Model) -> Ready:
-        if isinstance(self.heads, Heads):
-            return Ready(self.heads.copied(model.device, model.dtype), Stored({}))
         if self.heads is not None:
-            folder = Path(self.heads).expanduser()
-            if not folder.is_dir():
-                raise ModelError(f"{self.name}: {folder} is no folder of heads. Make one with `outpace train`.")
-            if is_reference(folder):
-                found = Ready(load_reference(folder, model), Stored({}), str(folder))
-            else:
-                found = Ready(*load(folder, model, KINDS), str(folder))
+            found = load_heads(self.name, self.heads, model)
             if found.heads.kind != self.kind:
                 raise ModelError(
-                    f"{folder} holds {found.heads.kind} heads, not {self.kind}. Use the method {found.heads.kind}."
+                    f"{found.name} holds {found.heads.kind} heads, not {self.kind}. Use the method {found.heads.kind}."
                 )
             return found
         if (own := shipped(self.kind, model)) is not None:
@@ -163,17 +172,12 @@ class Headed(Method):
         else:
             paths = sorted(self.tree, key=len)
             worths = [-0.001 * place for place in range(len(paths))]
-        shared = (engine.model.ends(), engine.pool, engine.model.layers)
-        compiled = engine.compiling and engine.model.device.type == "cuda"
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
-            if heads.sequential and not idle:
-                beam = min(self.beam, BEAM)
-                found.append(SequentialGuesses(heads, shared, self.top, beam, lanes, device, self.coupled))
-            elif paths and not idle:
-                make_places(heads, shared, device)
-                found.append(HeadGuesses(heads, shared, paths, lanes, device, self.coupled, worths, compiled))
+            if paths and not idle:
+                how = (self.top, self.beam, self.coupled)
+                found.append(guesses_of(heads, engine, paths, lanes, *how, worths))
             if repeated:
                 found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))
             if self.recycled and grown:
@@ -293,6 +297,26 @@ class _Drafter(Drafter):
 
     def _foresee(self, found: torch.Tensor, positions: Sequence[int]) -> Foreseen:
         return self.picker.foresee(found, positions, self.top, self.method.coupled)
+
+
+def guesses_of(
+    heads: Heads,
+    engine: Engine,
+    paths: Sequence[Ranks],
+    lanes: int,
+    top: int,
+    beam: int = BEAM,
+    coupled: bool = True,
+    worths: Sequence[float] | None = None,
+) -> Source:
+    """What heads guess in a program: along `paths` of ranks, or, if they wait for each other, along the likeliest."""
+    device = engine.model.device
+    shared = (engine.model.ends(), engine.pool, engine.model.layers)
+    if heads.sequential:
+        return SequentialGuesses(heads, shared, top, min(beam, BEAM), lanes, device, coupled)
+    make_places(heads, shared, device)
+    compiled = engine.compiling and device.type == "cuda"
+    return HeadGuesses(heads, shared, paths, lanes, device, coupled, worths, compiled)
 
 
 def grow(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +17,9 @@ import torch
 from platformdirs import user_cache_path
 
 from ..draft import Draft, chain
+from ..errors import OutpaceWarning
 from ..pool import Sequence as Text
+from ..step.chances import Chances
 from .costs import CostCurve
 from .plain import Engine
 
@@ -23,6 +27,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 1024)
 SEGMENTS = 4
 REPEATS = 7
+NEWS = 2048  # guesses that are counted until the counts are stored again
 
 
 def folder() -> Path:
@@ -43,6 +48,44 @@ def about(engine: Engine) -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
+
+
+class Remembered(Chances):
+    """Chances that are kept in a file from one process to the next."""
+
+    def __init__(self, names: Sequence[str], path: Path) -> None:
+        super().__init__(names)
+        self._path: Path | None = path
+        self._kept = 0
+        if path.exists() and not self.load(path):
+            warnings.warn(
+                f"{path} was not written by this version of Outpace, or not to its end. It is ignored: what to believe "
+                "of guesses is learnt anew.",
+                OutpaceWarning,
+                stacklevel=2,
+            )
+
+    def pause(self) -> None:
+        """A text has ended: what was learnt is kept, if it is worth it."""
+        if self._path is None or self.counted - self._kept < NEWS:
+            return
+        self._kept = self.counted
+        try:
+            self.keep(self._path)
+        except OSError as error:
+            warnings.warn(
+                f"what was learnt about guesses could not be written to {self._path}: {error.strerror}. It is kept "
+                "as long as this process runs.",
+                OutpaceWarning,
+                stacklevel=2,
+            )
+            self._path = None
+
+
+def remembered(engine: Engine, names: Sequence[str]) -> Remembered:
+    """What was learnt about guesses of these sources for the engine's model."""
+    digest = sha256(about(engine)["model"].encode()).hexdigest()
+    return Remembered(names, folder() / f"chances-{digest[:16]}.json")
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,34 @@ class FixedStep:
             self.compute()
         else:
             self._graph.replay()
+
+
+class Clock:
+    """Runs from now on, until the device has done what it is given before `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[Any] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record()
+        self._times = [perf_counter()]
+
+    def stop(self) -> None:
+        if self._events:
+            self._events[1].record()
+        self._times.append(perf_counter())
+
+    def wait(self) -> None:
+        """Until the device is there."""
+        if self._events:
+            self._events[1].synchronize()
+
+    def ms(self) -> float:
+        """Milliseconds, once it was waited for."""
+        if self._events:
+            start, stop = self._events
+            return float(start.elapsed_time(stop))
+        return 1000 * (self._times[1] - self._times[0])
 
 
 def bits(mask: Mask) -> Numbers:

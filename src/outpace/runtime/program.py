@@ -23,11 +23,13 @@ from ..sending import put
 from ..sources.base import Climbing, Plan, Reading, Source, Writing
 from ..sources.heads import alone
 from ..step import fused
+from ..step.chances import KNOTS
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
-from ..step.nodes import Nodes, Rows, plant
+from ..step.nodes import SOURCES, Nodes, Rows, plant
 from ..step.walking import Walk, walk
-from .fixed import FixedStep, bits
+from .fixed import Clock, FixedStep, bits
+from .sizes import Gains, Sizes
 
 if TYPE_CHECKING:
     from .graphs import GraphEngine
@@ -36,6 +38,7 @@ LANES = 64  # texts that a program has at the same time
 GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
 ROWS = 64  # that the lanes of a graph share, if they are several: so many cost little more than one
 PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # rows of a prompt that heads are shown at a time
+NEWS = 256  # guesses that are counted until the device is told what to believe of them
 PACE = 0.1  # how quickly what a step is expected to bring follows what steps bring
 
 
@@ -51,18 +54,23 @@ class Stepped(NamedTuple):
 class Place:
     """A text in a program."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, gains: Gains) -> None:
         self.limit = limit  # the length at which it rests
         self.lane = -1  # the one that it has now; below 0 it is still being read
         self.length = 0  # as far as its steps were read
         self.pace = 1.0  # tokens that a step brings
+        self.gains = gains
+        self.taken = 0  # steps that were read
         self.steps: deque[Stepped] = deque()  # that were read, and nobody asked for yet
         self.ended = False
 
-    def add(self, tokens: int) -> None:
-        """A step has brought so many."""
+    def add(self, stepped: Stepped, rows: int) -> None:
+        """A step of so many rows has brought this."""
+        tokens = len(stepped.tokens)
         self.length += tokens
+        self.taken += 1
         self.pace += PACE * (tokens - self.pace)
+        self.gains.learn(stepped.rows, rows, len(stepped.draft))
 
 
 class Program:
@@ -84,10 +92,17 @@ class Program:
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
+        self.sizes = Sizes()
+        families = [MODEL, *(name for source in self.sources for name in source.families)]
+        self.chances = plan.learned(families) if plan.learned else None
+        self.table: torch.Tensor | None = None  # what is believed, where the sources' chances are learnt
+        if self.chances is not None:
+            self.table = torch.zeros(len(self.names), KNOTS, device=device)
+            self._believe()
         # Where texts may not share a forward, as in exact mode, one is here, and the host writes the others.
         self._most = LANES if engine.most_texts > 1 else 1
         self._places: list[Place] = []  # of all texts, those that are being read included
-        self._graphs: dict[tuple[int, int, frozenset[str]], _Whole | None] = {}
+        self._graphs: dict[tuple[int, int, int, frozenset[str]], _Whole | None] = {}
         self._prompts: dict[tuple[Reading, int, int], _Prompt] = {}  # by source, rows and length of text
         self._prompt = torch.zeros(1, longest, dtype=torch.long, device=device)  # slots of the prompt that is fed
         self._flying: list[_Flight] = []  # launched, and not read yet
@@ -96,15 +111,22 @@ class Program:
     def margin(self) -> int:
         """Slots and places that a text needs beyond its greatest length, for rows that are not accepted."""
         climbing = [_room(max(source.asks), LANES) for source in self.sources if isinstance(source, Climbing)]
-        return max(*map(self.size, GROUPS), *climbing) + self.deepest + 2
+        sizes = [self.size(group, rows) for group in GROUPS for rows in self.rows_of(group)]
+        return max(*sizes, *climbing) + self.deepest + 2
 
-    def rows_of(self, lanes: int) -> int:
-        """Rows of each lane's tree in a graph for so many lanes, the root included: several share what is cheap."""
-        return min(self.rows, max(self.probes + 1, ROWS // lanes, 2)) if lanes > 1 else self.rows
+    def rows_of(self, lanes: int) -> Items[int]:
+        """Rows of each lane's tree, the root included, that a step of so many lanes may have. The most come last.
 
-    def size(self, lanes: int) -> int:
-        """The same with the rows that fill up."""
-        rows = self.rows_of(lanes)
+        Several lanes share what is cheap.
+        """
+        most = min(self.rows, max(self.probes + 1, ROWS // lanes, 2)) if lanes > 1 else self.rows
+        if not self.plan.sizes:
+            return [most]
+        fewer = self.plan.sizes if lanes == 1 else self.plan.sizes[:1]
+        return [*(rows for rows in fewer if self.probes < rows < most), most]
+
+    def size(self, lanes: int, rows: int) -> int:
+        """The rows of a lane with those that fill up."""
         if self.engine.exact:
             sizes = self.engine.sizes
             return next((size for size in sizes if size >= rows), -(-rows // sizes[-1]) * sizes[-1])
@@ -150,12 +172,12 @@ class Program:
         if more is None and pool.held + needed > pool.capacity:
             return None  # nobody asked for so much: the host gives slots as they are needed
         sequence.reserved = pool.allocate(needed)
-        needs = self.choices.needs | needs_of(sampling)
-        if self._graph(_group(len(self._places) + 1), self._span(limit), needs) is None:  # not in the midst of a text
+        kind = (_group(len(self._places) + 1), self._span(limit), self.choices.needs | needs_of(sampling))
+        if not self._steps(*kind):  # they are made now, not in the midst of a text
             pool.free(sequence.reserved)
             sequence.reserved = []
             return None
-        place = Place(limit)
+        place = Place(limit, self.sizes.begin())
         self._places.append(place)
         return place
 
@@ -186,7 +208,7 @@ class Program:
             size = next(size for size in PROMPTS if size >= len(states))
             key = (source, size, self.engine.span(len(sequence.slots)))
             if key not in self._prompts:
-                made = self.engine.captured(lambda key=key: _Prompt(self, *key), size, key[2], 1)
+                made = self.engine.captured(lambda key=key: _Prompt(self, *key), size, key[2], 1)  # type: ignore[misc]
                 self._prompts[key] = made or _Prompt(self, *key)
             prompt = self._prompts[key]
             prompt.feed(states, start, sequence)
@@ -199,6 +221,9 @@ class Program:
             return
         self._places.remove(place)
         place.ended = True
+        self.sizes.end(place.gains, place.taken)
+        if self.chances is not None:
+            self.chances.pause()
         if place.lane >= 0:
             self.choices.close(place.lane)
             with torch.inference_mode():
@@ -222,11 +247,12 @@ class Program:
         if not self._flying and any(place.length + place.pace < place.limit for place in self._open()):
             self._flying.append(self._launch())
         numbers = flight.read()
+        self.sizes.timed(flight.kind, flight.ms())
         for lane, place in flight.places.items():
             if place.ended:
                 continue
             stepped = self._unpack(numbers[lane], flight.size)
-            place.add(len(stepped.tokens))
+            place.add(stepped, flight.rows)
             if stepped.tokens or stepped.fault:
                 place.steps.append(stepped)
 
@@ -235,12 +261,13 @@ class Program:
         group = _group(len(places))
         self._move_below(group)
         span = self._span(max(place.limit for place in places))
-        graph = self._graph(group, span, self.choices.needs)
-        if graph is None:
+        graphs = {graph.most: graph for graph in self._steps(group, span, self.choices.needs)}
+        if not graphs:
             raise InputError(
                 "no memory is left for the steps of these texts. Write fewer at once, or use runtime='plain'."
             )
-        graph.run()
+        kinds = [(rows, graph.kind) for rows, graph in graphs.items()]
+        graph = graphs[self.sizes.choose([place.gains for place in places], kinds)]
         return _Flight({place.lane: place for place in places}, graph)
 
     def _open(self) -> list[Place]:
@@ -268,21 +295,41 @@ class Program:
         """What sources hold of each lane."""
         return [part for source in self.sources for part in source.state]
 
-    def _graph(self, group: int, span: int, needs: frozenset[str]) -> _Whole | None:
-        key = (group, span, needs)
-        if key not in self._graphs:
-            self.choices.make(needs)
-            self._graphs[key] = self.engine.captured(lambda: _Whole(self, *key), self.size(group) * group, span, group)
-        return self._graphs[key]
+    def _steps(self, group: int, span: int, needs: frozenset[str]) -> list[_Whole]:
+        """The steps of so many lanes, fewest rows first; none where they cannot be captured."""
+        found = []
+        for rows in self.rows_of(group):
+            key = (group, rows, span, needs)
+            if key not in self._graphs:
+                self.choices.make(needs)
+                size = self.size(group, rows) * group
+                made = self.engine.captured(lambda key=key: _Whole(self, *key), size, span, group)  # type: ignore[misc]
+                self._graphs[key] = made
+                if made is not None:
+                    self.sizes.timed(made.kind, made.ms)
+            graph = self._graphs[key]
+            if graph is not None:
+                found.append(graph)
+        return found
+
+    def _believe(self) -> None:
+        """Bring to the device what is believed of the sources by now."""
+        assert self.chances is not None
+        assert self.table is not None
+        with torch.inference_mode():
+            put(self.chances.table(), self.table)
 
     def _unpack(self, numbers: Numbers, size: int) -> Stepped:
         """Of one lane what `_Whole._report` has packed."""
         deep = self.deepest + 1
         count, fault = int(numbers[0]), int(numbers[1])
         parts = np.split(numbers[2:], [deep, 2 * deep, 2 * deep + size, 2 * deep + 2 * size, 2 * deep + 3 * size])
-        path, tokens, row_tokens, parents, sources, marks = (part.tolist() for part in parts)
+        path, tokens, row_tokens, parents, said, marks = (part.tolist() for part in parts)
         real = sum(mark > 0 for mark in marks)
         count = min(count, fault) if fault >= 0 else count
+        sources = [number % SOURCES for number in said]
+        if self.chances is not None:
+            self._count(sources[1:real], [number // SOURCES for number in said[1:real]], path[1:count])
         draft = Draft(
             tuple(row_tokens[:real]),
             (-1, *parents[1:real]),
@@ -291,21 +338,36 @@ class Program:
         )
         return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0)
 
+    def _count(self, sources: list[int], knots: list[int], path: list[int]) -> None:
+        """Learn from a step's rows but the first, of which those of `path` were accepted."""
+        assert self.chances is not None
+        accepted = {*path}
+        before = self.chances.counted // NEWS
+        self.chances.count(sources, knots, [row in accepted for row in range(1, len(sources) + 1)])
+        if self.chances.counted // NEWS > before:
+            self._believe()
+
 
 class _Flight:
     """A step that the device computes, or has computed."""
 
     def __init__(self, places: dict[int, Place], graph: _Whole) -> None:
         self.places = places  # by the lanes that they had
-        self.size = graph.each
-        self._report, self._done = graph.bring()
+        self.size, self.rows, self.kind = graph.each, graph.most, graph.kind
+        self._clock = Clock(graph.pool.device)
+        graph.run()
+        self._report = graph.bring()
+        self._clock.stop()
 
     def read(self) -> Numbers:
         """[lanes, numbers] what was reported; waits for it."""
-        if self._done:
-            self._done.synchronize()
+        self._clock.wait()
         numbers: Numbers = self._report.numpy()
         return numbers
+
+    def ms(self) -> float:
+        """How long it took, once it was read."""
+        return self._clock.ms()
 
 
 class _Trees(FixedStep):
@@ -344,11 +406,13 @@ class _Trees(FixedStep):
 
 
 class _Whole(_Trees):
-    """The step of some lanes, in one graph."""
+    """The step of some lanes, in one graph, each with `most` rows at most."""
 
-    def __init__(self, program: Program, group: int, span: int, needs: frozenset[str]) -> None:
-        super().__init__(program, group, program.size(group), span, program.deepest)
-        self.needs = needs
+    ms = 0.0  # how long it takes, with all lanes at rest
+
+    def __init__(self, program: Program, group: int, most: int, span: int, needs: frozenset[str]) -> None:
+        super().__init__(program, group, program.size(group, most), span, program.deepest)
+        self.most, self.needs, self.kind = most, needs, (group, most, span, needs)
         self.fused = fused.usable(self.pool.device) and not self.exact
         self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
         self.climbs = {
@@ -362,7 +426,7 @@ class _Whole(_Trees):
             if isinstance(source, Writing)
         }
         self.heads = [
-            _Heads(program, source, group, span, needs, self.fused)
+            _Heads(program, source, group, most, span, needs, self.fused)
             for source in program.sources
             if isinstance(source, Reading)
         ]
@@ -394,13 +458,14 @@ class _Whole(_Trees):
     def _draft(self) -> Rows:
         """The rows of the step, from what all sources guess, where the model reads them."""
         program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
-        most = program.rows_of(self.group)
-        room = model.rooms(lanes.lengths - 1) if program.sources else lanes.lengths
-        offers = [nodes for source in program.sources for nodes in self._guesses(source, room)]
+        sources = program.sources if self.most > 1 else []
+        room = model.rooms(lanes.lengths - 1) if sources else lanes.lengths
+        offers = [nodes for source in sources for nodes in self._guesses(source, room)]
+        how = (plan.gate, plan.prices)
         if self.fused:
-            size = (most, self.each, model.context, model.turn or 0)
-            return fused.plant(offers, lanes, self.rows, self.pool.scratch, *size, plan.gate, plan.prices)
-        rows = plant(lanes.roots(), offers, most, room, plan.gate, plan.prices, self.each)
+            size = (self.most, self.each, model.context, model.turn or 0)
+            return fused.plant(offers, lanes, self.rows, self.pool.scratch, *size, *how, program.table)
+        rows = plant(lanes.roots(), offers, self.most, room, *how, self.each, program.table)
         self._place(rows)
         return rows
 
@@ -457,21 +522,29 @@ class _Whole(_Trees):
         with torch.inference_mode():
             program.lanes.limits.zero_()
         try:
-            return super().capture(memory)
+            memory = super().capture(memory)
+            if program.plan.sizes:
+                self.ms = min(self._timed() for _ in range(3))
+            return memory
         finally:
             with torch.inference_mode():
                 for part, before in zip(state, saved, strict=True):
                     part.copy_(before)
 
-    def bring(self) -> tuple[torch.Tensor, Any]:
-        """The report on its way to the host, and what tells when it is there."""
+    def _timed(self) -> float:
+        clock = Clock(self.pool.device)
+        self.run()
+        clock.stop()
+        clock.wait()
+        return clock.ms()
+
+    def bring(self) -> torch.Tensor:
+        """The report on its way to the host."""
         if not self.on_gpu:
-            return self.report.clone(), None
+            return self.report.clone()
         here = torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True)
         here.copy_(self.report, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return here, done
+        return here
 
 
 class _Climb(_Trees):
@@ -534,11 +607,11 @@ class _Heads(FixedStep):
     """What heads read of the rows that a step has kept."""
 
     def __init__(
-        self, program: Program, source: Reading, group: int, span: int, needs: frozenset[str], fused: bool
+        self, program: Program, source: Reading, group: int, rows: int, span: int, needs: frozenset[str], fused: bool
     ) -> None:
         engine = program.engine
         self.needs, self.fused = needs, fused
-        deepest = min(program.deepest, program.rows_of(group) - 1)
+        deepest = min(program.deepest, max(rows - 1, 1))
         self.each = deepest + 1
         if group > 1:
             self.each = 1 << deepest.bit_length()  # a power of two: no lane begins amid a word of another

@@ -23,6 +23,11 @@ class Source:
     probes: int = 0  # how many of them must be computed
     state: Sequence[torch.Tensor] = ()  # [lanes, ...] all that it remembers of texts
 
+    @property
+    def families(self) -> Sequence[str]:
+        """For each name what its guesses are counted under. A guess and those below it are counted under one."""
+        return self.names
+
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         """A text begins in a lane."""
 
@@ -101,6 +106,8 @@ class Plan:
     rows: int  # of a tree, the root included
     gate: float = 0.0  # see `plant`
     prices: torch.Tensor | None = None
+    sizes: Sequence[int] = ()  # numbers of rows to choose from at every step; without, all steps have `rows`
+    learned: Callable[[Sequence[str]], Any] | None = None  # what was learnt about sources of these names: `Chances`
 
 
 def pick_from(texts: Texts, count: int) -> torch.Tensor:

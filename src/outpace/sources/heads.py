@@ -37,6 +37,10 @@ class _Expecting(Reading):
         self.deepest = heads.count
         self.names = tuple(f"head {depth}" for depth in range(1, heads.count + 1))
 
+    @property
+    def families(self) -> Sequence[str]:
+        return ["heads"] * len(self.names)
+
 
 def expected(
     logits: torch.Tensor,

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from ..models.best import find_best
 from ..models.launching import early
+from .chances import HALVING, KNOTS
 from .choosing import Choices
 from .lanes import Lanes
-from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows, whole
+from .nodes import DEEPER, LATER, MUST, NEVER, SOURCES, Nodes, Rows, whole
 from .texts import Texts
 from .walking import Walk
 
@@ -47,6 +48,7 @@ def plant(
     turn: int,
     gate: float,
     prices: torch.Tensor | None,
+    table: torch.Tensor | None = None,
 ) -> Rows:
     """`nodes.plant` with `count` rows, and the rows written to where the model reads them, `fixed`."""
     from . import kernels
@@ -88,7 +90,8 @@ def plant(
         *(found.sources, found.hashes),
         *(fixed.tokens, fixed.positions, fixed.slots, fixed.lists.tree, fixed.lists.tree.stride(0)),
         *(fixed.lists.length, scratch, keys, flags, numbers),
-        *(keys if prices is None else prices, nodes, most, count, math.log(gate) if gate else NEVER),
+        *(keys if prices is None else prices, keys if table is None else table),
+        *(nodes, most, count, math.log(gate) if gate else NEVER),
         NODES=padded,
         ROWS=size,
         DEEP=paths.shape[2],
@@ -99,6 +102,10 @@ def plant(
         MUST=MUST,
         DEEPER=DEEPER,
         LATER=LATER,
+        LEARNED=table is not None,
+        KNOTS=KNOTS,
+        HALVING=HALVING,
+        SOURCES=SOURCES,
         num_warps=8 if padded >= 256 else 4,
     )
     return found._replace(

@@ -45,9 +45,10 @@ def plant(
     text, lengths, limits, slots, text_line, context, turn,
     row_tokens, row_parents, row_depths, row_sees, row_words, row_valid, row_accepted, row_sources, row_hashes,
     fixed_tokens, fixed_positions, fixed_slots, fixed_tree, tree_line, fixed_lengths, scratch,
-    keys, flags, numbers, prices, nodes, most, count, least,
+    keys, flags, numbers, prices, table, nodes, most, count, least,
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
+    LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
     """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
 
@@ -83,6 +84,15 @@ def plant(
         mark = tl.load(marks + node, mask=there, other=0)
         probe = (mark & 1) != 0
         chance = tl.where(depth > room, float("-inf"), chance)
+        source = tl.load(sources + base + node, mask=there, other=0)
+        if LEARNED:
+            at = tl.minimum(tl.maximum(chance * (-HALVING / 0.6931471805599453), 0.0), KNOTS - 1.0)
+            left = tl.minimum(at.to(tl.int32), KNOTS - 2)
+            low = tl.load(table + source * KNOTS + left)
+            high = tl.load(table + source * KNOTS + left + 1)
+            believed = low + (high - low) * (at - left)
+            chance = tl.where(probe | (chance == float("-inf")), chance, believed)
+            source += SOURCES * (at + 0.5).to(tl.int64)
         likeliest = tl.max(tl.where(probe, float("-inf"), chance), 0)
         if likeliest < least:
             chance = tl.where(probe, chance, float("-inf"))
@@ -142,7 +152,7 @@ def plant(
         tl.debug_barrier()
         tl.store(mine + place, node.to(tl.int64), mask=taken)  # the node of each row
         tl.store(row_tokens + first + place, tl.load(tokens + base + node, mask=taken, other=0), mask=taken)
-        tl.store(row_sources + first + place, tl.load(sources + base + node, mask=taken, other=0), mask=taken)
+        tl.store(row_sources + first + place, source, mask=taken)
         tl.store(row_depths + first + place, depth, mask=taken)
         tl.store(row_hashes + first + place, hashed, mask=taken)
         tl.store(row_accepted + first + place, accepted.to(tl.int8), mask=taken)

@@ -9,14 +9,18 @@ All of it is for several lanes at once, has fixed shapes, and asks the host for 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from .chances import HALVING, KNOTS
+
 NEVER = -torch.inf
 MUST = 1e4  # more than any logarithm of a chance takes away
 DEEPER = 2.0**-12  # taken off a chance for each token of depth, so that no child ranks beside its parent
+SOURCES = 256  # there are fewer, all of a program together
 LATER = 2.0**-8  # the same for probes, by their order
 
 
@@ -75,13 +79,15 @@ def plant(
     gate: float = 0.0,
     prices: torch.Tensor | None = None,
     rows: int | None = None,
+    table: torch.Tensor | None = None,
 ) -> Rows:
     """The likeliest nodes of all offers as trees of `most` rows, at most `room` [lanes] deep, below `roots` [lanes].
 
     Guesses come first, the likeliest ahead; then probes in the order of their offer. The same path from two sources is
     one row, with the greater chance. No guess is taken in a lane where none has the chance `gate`. With `prices` [most
     or more] of a step by its rows, as many are taken as bring the most expected tokens for their price. Probes are
-    always taken. Further rows fill up to `rows`, if so many are asked for.
+    always taken. Further rows fill up to `rows`, if so many are asked for. With a `table` of `Chances` guesses are as
+    likely as it says; then `Rows.sources` has the knot of what the source said, too: SOURCES times it is added.
     """
     rows = rows or most
     device = roots.device
@@ -100,6 +106,9 @@ def plant(
     place = torch.arange(count, device=device)
 
     chances = chances.masked_fill(depths > room[:, None], NEVER)
+    if table is not None:
+        said, chances = chances, torch.where(probes, chances, believed(chances, sources, table))
+        sources = sources + SOURCES * knots_of(said)
     if gate > 0:
         best = chances.masked_fill(probes, NEVER).amax(1, keepdim=True)
         chances = torch.where(probes | (best.exp() >= gate), chances, NEVER)
@@ -168,3 +177,24 @@ def _marks(values: Sequence[bool], sizes: Sequence[int], device: torch.device) -
     return torch.cat(
         [torch.full((size,), int(value), device=device) for value, size in zip(values, sizes, strict=True)]
     )
+
+
+def knots_of(chances: torch.Tensor) -> torch.Tensor:
+    """The knots that logarithms of chances are nearest to."""
+    return (_places(chances) + 0.5).long()
+
+
+def believed(chances: torch.Tensor, sources: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """What to believe of logarithms of chances [lanes, nodes] that these sources said, by a table of `Chances`."""
+    place = _places(chances)
+    left = place.long().clamp(max=KNOTS - 2)
+    at = sources * KNOTS + left
+    curve = table.flatten()
+    low, high = curve[at], curve[at + 1]
+    found = low + (high - low) * (place - left)
+    return torch.where(chances > NEVER, found, NEVER)
+
+
+def _places(chances: torch.Tensor) -> torch.Tensor:
+    """Where on the curve, from 0 to its last knot."""
+    return (chances * (-HALVING / log(2.0))).clamp(0.0, KNOTS - 1.0)

@@ -1,0 +1,201 @@
+"""`auto`: what it learns about guesses, how it sizes steps, and that its text is plain decoding's."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace import Auto, Autoregressive, Decoder, InputError, OutpaceWarning, Sampling
+from outpace.models.hf import HFModel
+from outpace.runtime import calibrate, program
+from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.sizes import CUTS, LONGEST, WAIT, Gains, Sizes
+from outpace.step.chances import KNOTS, Chances
+from outpace.step.nodes import NEVER, SOURCES, believed, knots_of, plant
+
+from .conftest import mostly_slow, tiny, tiny_chain
+from .test_heads import random_heads
+from .test_lossless import prompt_of
+from .test_step import nodes_of, random_offers
+
+SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3), Sampling(repetition_penalty=1.2)]
+
+
+@pytest.fixture(autouse=True)
+def _groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "GROUPS", (1, 4, 64))
+
+
+def decoder_of(model: Any) -> Decoder:
+    decoder = Decoder(model, method=Autoregressive())
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
+    return decoder
+
+
+@given(draw=st.randoms(use_true_random=False))
+@settings(max_examples=30)
+def test_what_is_believed_follows_the_counts_and_never_rises(draw: random.Random) -> None:
+    chances = Chances(["model", "one", "two", "two"])
+    for _ in range(draw.randrange(4)):
+        sources = [draw.randrange(1, 4) for _ in range(200)]
+        chances.count(sources, [draw.randrange(KNOTS) for _ in sources], [draw.random() < 0.3 for _ in sources])
+    table = chances.table()
+    assert table.shape == (4, KNOTS)
+    assert (np.diff(table, axis=1) <= 0).all()
+    assert (table < 0).all()
+    assert (table[2] == table[3]).all()  # counted together
+    said = torch.linspace(-9, 0, 50)[None]
+    for source in range(4):
+        found = believed(said, torch.full_like(said, source, dtype=torch.long), torch.tensor(table))
+        assert (found.diff() >= -1e-6).all()
+        assert (knots_of(said) >= 0).all()
+        assert (knots_of(said) < KNOTS).all()
+    never = torch.full((1, 1), NEVER)
+    assert believed(never, torch.ones(1, 1, dtype=torch.long), torch.tensor(table)).item() == NEVER
+
+
+def test_counts_fade_and_many_of_them_outweigh_what_was_said() -> None:
+    chances = Chances(["model", "lookup"])
+    for right in (True, False):
+        for _ in range(200):
+            chances.count([1] * 50, [2] * 50, [right] * 50)
+    assert np.exp(chances.table()[1, 2]) < 0.05
+    assert chances.offered.max() <= 2048
+
+
+@given(draw=st.randoms(use_true_random=False), lanes=st.integers(1, 3), most=st.integers(1, 12))
+@settings(max_examples=30)
+def test_whatever_is_believed_no_guess_is_without_the_one_before_it(draw: random.Random, lanes: int, most: int) -> None:
+    each = [random_offers(draw) for _ in range(lanes)]
+    nodes = [nodes_of(offers) for offers in zip(*each, strict=True)]
+    chances = Chances(["model", "one", "two"])
+    sources = [draw.randrange(1, 3) for _ in range(300)]
+    chances.count(sources, [draw.randrange(KNOTS) for _ in sources], [draw.random() < 0.4 for _ in sources])
+    offers = [offer._replace(sources=1 + number % 2) for number, offer in enumerate(nodes)]
+    room = torch.full((lanes,), 9)
+    rows = plant(torch.arange(lanes), offers, most, room, rows=most + 2, table=torch.tensor(chances.table()))
+    for lane in range(lanes):
+        for row in range(1, int(rows.valid[lane].sum())):
+            parent = int(rows.parents[lane, row])
+            assert parent < row
+            assert rows.depths[lane, parent] == rows.depths[lane, row] - 1
+            assert rows.sees[lane, row].sum() == rows.depths[lane, row] + 1
+            assert rows.sources[lane, row] % SOURCES in (1, 2)
+            assert rows.sources[lane, row] // SOURCES < KNOTS
+
+
+def test_a_size_is_chosen_by_what_it_brings_and_costs() -> None:
+    sizes = Sizes()
+    kinds = [(1, "one"), (16, "some"), (64, "many")]
+    for kind, ms in (("one", 1.0), ("some", 1.1), ("many", 1.2)):
+        sizes.timed(kind, ms)
+    gains = sizes.begin()
+    assert sizes.choose([gains], kinds) == 64
+    for _ in range(60):
+        gains.learn((0, 5), rows=64, real=64)  # two tokens, with sixteen rows as well
+    assert sizes.choose([gains], kinds) == 16
+    for _ in range(60):
+        gains.learn((0,), rows=64, real=64)
+    chosen = [sizes.choose([gains], kinds) for _ in range(600)]
+    assert {*chosen} == {1, 64}
+    assert 600 // LONGEST <= chosen.count(64) <= 10  # now and then, and ever more seldom
+    sizes.end(gains, 1000)
+    fresh = sizes.begin()
+    assert sizes.choose([fresh], kinds) == 1  # the next text begins with what the last has taught
+
+
+def test_steps_that_waited_for_something_else_say_little() -> None:
+    sizes = Sizes()
+    sizes.timed("one", 1.0)
+    for _ in range(50):
+        sizes.timed("one", 9.0)
+    assert sizes._ms["one"] == 1.0
+    for _ in range(50):
+        sizes.timed("one", 1.2)
+    assert 1.15 < sizes._ms["one"] < 1.21
+    assert WAIT < LONGEST
+
+
+@given(path=st.lists(st.integers(1, 63), unique=True, max_size=6), rows=st.sampled_from([1, 16, 64]))
+def test_gains_are_what_fewer_rows_would_have_brought(path: list[int], rows: int) -> None:
+    path = [0, *sorted(row for row in path if row < rows)]
+    gains = Gains(np.zeros(len(CUTS)))
+    for _ in range(300):
+        gains.learn(tuple(path), rows, rows)
+    for cut in CUTS.tolist():
+        expected = sum(row < cut for row in path) if cut <= rows else 0
+        assert abs(gains.tokens(cut) - expected) < 1e-6
+
+
+@pytest.mark.parametrize("heads", [None, "medusa", "hydra", "amphista"])
+@pytest.mark.parametrize("name", mostly_slow(["Llama", "Gemma2", "GPT2", "Mistral", "Qwen3"], quick=["Llama"]))
+def test_each_text_is_plain_decodings(name: str, heads: str | None) -> None:
+    model = tiny(name)
+    decoder = decoder_of(model)
+    method = decoder.prepare(Auto(heads=random_heads(heads, model) if heads else False, rows=16))
+    prompts = [prompt_of(seed) for seed in range(3)]
+    plain = Decoder(model, method=Autoregressive())
+    for turn in range(2):  # with what was learnt, too
+        found = decoder.generate(prompts, method=method, sampling=SAMPLINGS, max_new_tokens=10 + 20 * turn)
+        for result, prompt, sampling in zip(found, prompts, SAMPLINGS, strict=True):
+            alone = plain.generate(prompt, sampling=sampling, max_new_tokens=10 + 20 * turn)
+            assert result.token_ids == alone.token_ids
+    (entry,) = decoder.engine._programs  # type: ignore[attr-defined]
+    assert entry[-1].chances.counted > 0
+    assert decoder.engine.pool.held == 0
+
+
+def test_steps_have_one_row_where_guesses_never_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(tiny("Llama"))
+    monkeypatch.setattr(Gains, "tokens", lambda self, rows: 1.0)
+    steps = list(decoder.stream(prompt_of(1), method=Auto(heads=False, rows=8), max_new_tokens=40))
+    assert sum(len(step.draft) == 1 for step in steps) > 30
+
+
+def test_what_was_learnt_is_stored_and_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(calibrate, "folder", lambda: tmp_path)
+    monkeypatch.setattr(calibrate, "NEWS", 1)
+    decoder = decoder_of(tiny("Llama"))
+    decoder.generate(prompt_of(1), method=Auto(heads=False), max_new_tokens=20)
+    (file,) = tmp_path.iterdir()
+    known = calibrate.remembered(decoder.engine, ["model", "lookup", "recycled"])
+    assert known.offered.sum() > 0
+    assert known.counted == 0
+    whole = file.read_text()
+    for text in (
+        whole[: len(whole) // 2],
+        json.dumps({"version": 0}),
+        "[]",
+        '{"version": 1, "counts": {"lookup": [[1]]}}',
+    ):
+        file.write_text(text)
+        with pytest.warns(OutpaceWarning, match="ignored") as caught:
+            fresh = calibrate.remembered(decoder.engine, ["model", "lookup"])
+        assert len(caught) == 1
+        assert fresh.offered.sum() == 0
+
+
+def test_what_cannot_be_stored_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(calibrate, "folder", lambda: tmp_path / "file")
+    monkeypatch.setattr(calibrate, "NEWS", 1)
+    decoder = decoder_of(tiny("Llama"))
+    with pytest.warns(OutpaceWarning, match="could not be written"):
+        decoder.generate(prompt_of(0), method=Auto(heads=False), max_new_tokens=20)
+    decoder.generate(prompt_of(1), method=Auto(heads=False), max_new_tokens=20)  # warnings are errors here
+
+
+def test_models_that_compute_chains_only_and_bad_settings() -> None:
+    assert Decoder(tiny_chain("Bloom"), method=Auto()).method.name == "prompt-lookup"
+    with pytest.raises(InputError, match="heads=True"):
+        Auto(heads=True)
+    with pytest.raises(InputError, match="rows=0"):
+        Auto(rows=0)
