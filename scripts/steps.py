@@ -2,6 +2,7 @@
 
     python scripts/steps.py one      --model DIR --data FILE --times 8   one text: where a step's time goes, by method
     python scripts/steps.py together --model DIR --data FILE --times 8   4, 16 and 64 texts at the same time
+    python scripts/steps.py auto     --model DIR --data FILE --times 8   `auto` beside plain decoding, by task
     python scripts/steps.py sampling --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
 
 DIR and FILE are as in gpu_session.py. `--times 8` widens the embedded model to 7.25 billion weights; 1 leaves it as it
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpu_session import DTYPE, assemble, widen, widen_ready
 from measure import spec_bench, written_together
-from outpace import Amphista, Autoregressive, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
+from outpace import Amphista, Auto, Autoregressive, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
 from outpace.errors import OutpaceWarning
 from outpace.methods.headed import Ready, shipped
 from outpace.models.hf import HFModel
@@ -65,6 +66,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
             "amphista with lookup (64 rows)": Amphista(heads=heads["amphista"], rows=64, priced=False),
             "amphista with lookup, recycled": Amphista(heads=heads["amphista"], rows=64, recycled=8, priced=False),
         }
+    chosen["auto"] = Auto(heads=heads.get("amphista", False))
+    if heads:
+        chosen["auto without heads"] = Auto(heads=False)
     if arguments.only:
         chosen = {name: method for name, method in chosen.items() if name.startswith(("plain", *arguments.only))}
     floors = dict.fromkeys(chosen, 0.0)
@@ -201,6 +205,62 @@ def profile(engine: GraphEngine, methods: dict[str, Method], prompt: list[int]) 
             print(f"   {sum(times):8.0f} us {len(times):5d} x  {kernel[:110]}")
 
 
+def auto(arguments: argparse.Namespace) -> None:
+    """Each method beside plain decoding on every prompt: all tokens of a task, and the worst prompt.
+
+    Of the worst prompt only what comes behind its first 64 tokens counts. No text is written before those that count,
+    but for one of other tokens: what is captured and compiled is not counted.
+    """
+    decoder, methods, _ = prepare(arguments)
+    questions = spec_bench(arguments.data, arguments.each)
+    how = Sampling(temperature=arguments.temperature)
+    options: dict[str, Any] = {"max_new_tokens": arguments.tokens, "sampling": how}
+    for method in methods.values():
+        for size in (3, 12, 28, 60, 120, 250, 380, 500, 760):
+            decoder.generate([1] * size, method=method, max_new_tokens=8, sampling=how)
+    tasks: dict[tuple[str, str], list[float]] = {}
+    worst: dict[str, list[tuple[float, str]]] = {name: [] for name in methods}
+    counted = {name: [0, 0] for name in methods}
+    for number, question in enumerate(questions):
+        prompt = decoder.encode(question["text"])
+        if len(prompt) + arguments.tokens >= 900:
+            continue
+        base = 0.0
+        for name, method in methods.items():
+            torch.cuda.synchronize()
+            start, times, written = time.perf_counter(), [], 0
+            for step in decoder.stream(prompt, method=method, **options):
+                written += len(step.tokens)
+                times.append((written, time.perf_counter() - start))
+            torch.cuda.synchronize()
+            tasks.setdefault((question["task"], name), []).extend([written, time.perf_counter() - start])
+            counted[name][0] += written
+            counted[name][1] += len(times)
+            begun = next((item for item in times if item[0] >= 64), times[-1])
+            pace = (times[-1][0] - begun[0]) / (times[-1][1] - begun[1]) if times[-1][0] >= 96 else 0.0
+            base = pace if name == "plain" else base
+            if pace and base:
+                worst[name].append((pace / base, f"{question['task']} {number}"))
+    names = [*methods]
+    table = Table("task", *names)
+    speeds: dict[tuple[str, str], float] = {}
+    for task in dict.fromkeys(task for task, _ in tasks):
+        for name in names:
+            spent = tasks[task, name]
+            speeds[task, name] = sum(spent[::2]) / sum(spent[1::2])
+        table.add_row(task, *(f"{speeds[task, name] / speeds[task, 'plain']:.2f}" for name in names))
+    total = {
+        name: sum(sum(spent[::2]) for (_, each), spent in tasks.items() if each == name)
+        / sum(sum(spent[1::2]) for (_, each), spent in tasks.items() if each == name)
+        for name in names
+    }
+    table.add_row("all", *(f"{total[name] / total['plain']:.2f}" for name in names))
+    table.add_row("tokens/s", *(f"{total[name]:.0f}" for name in names))
+    table.add_row("tokens a step", *(f"{counted[name][0] / max(counted[name][1], 1):.2f}" for name in names))
+    table.add_row("worst prompt", *(f"{min(worst[name])[0]:.2f} {min(worst[name])[1]}" for name in names))
+    CONSOLE.print(f"times {arguments.times}, T = {arguments.temperature}, plain = 1", table)
+
+
 def together(arguments: argparse.Namespace) -> None:
     decoder, methods, _ = prepare(arguments)
     prompts = prompts_of(decoder, arguments, 24)[:64]
@@ -290,7 +350,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", OutpaceWarning)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["one", "together", "sampling"])
+    parser.add_argument("what", choices=["one", "auto", "together", "sampling"])
     parser.add_argument("--model", required=True, help="the embedded model's folder")
     parser.add_argument("--gguf", type=Path, nargs="+", help="pieces of its file, to make the folder from")
     parser.add_argument("--data", type=Path, required=True, help="Spec-Bench's question file")
@@ -299,6 +359,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--only", nargs="+", help="plain, and methods that begin so")
+    parser.add_argument("--temperature", type=float, default=0.0, help="for auto")
     parser.add_argument("--host", action="store_true", help="also with the host between the verbs of a step")
     parser.add_argument("--profile", action="store_true", help="list the kernels of each step")
     arguments = parser.parse_args()
