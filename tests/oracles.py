@@ -8,13 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Path = tuple[int, ...]
-TRUST = (0.1, 0.2, 0.3, 0.5)
+TRUST = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.5, 6: 0.5, 8: 0.5, 12: 0.5, 16: 0.5}  # by the least length of a match
+RUNNERS = (0.1, 0.05, 0.04, 0.03, 0.02, 0.02, 0.02)  # by rank, from the second on
 DEEPER = 2.0**-12  # taken off the logarithm of a chance for each token of depth, where nodes are ranked
-
-
-def trust(length: int) -> float:
-    """How far a match of so many tokens is believed."""
-    return TRUST[min(length, len(TRUST)) - 1]
 
 
 # History
@@ -54,11 +50,11 @@ def _next_chance(follows: Sequence[tuple[int, Path]], path: Path, longest: int) 
     # Of places that have followed the path: how long their match has grown, and whether they go on as it does.
     votes = [(length + before, way[before] == path[-1]) for length, way in follows if way[:before] == path[:-1]]
     chance, belief = 0.0, 1.0
-    for least in range(longest, 0, -1):
+    for least, trust in reversed(TRUST.items()):
         heard = [agrees for length, agrees in votes if length >= least]
-        if heard:
-            chance += belief * trust(least) * sum(heard) / len(heard)
-            belief *= 1 - trust(least)
+        if heard and least <= longest:
+            chance += belief * trust * sum(heard) / len(heard)
+            belief *= 1 - trust
     return chance
 
 
@@ -195,12 +191,27 @@ class Recycled:
     """What the model ranked next after tokens; those that are equal modulo `size` push each other out."""
 
     size: int
+    runners: int = 0
     entries: dict[int, tuple[int, list[tuple[int, float]]]] = field(default_factory=dict)  # of the newest step
+    second: list[int] = field(default_factory=list)  # the runners-up of the text's last token, the best first
 
-    def learn(self, tokens: Sequence[int], ranked: Sequence[list[tuple[int, float]]]) -> None:
-        """After each row the tokens with the logarithms of their chances, the best first. Of rows the first wins."""
+    def learn(self, tokens: Sequence[int], ranked: Sequence[list[tuple[int, float]]], last: int) -> None:
+        """After each row the tokens with the logarithms of their chances, the best first. Of rows the first wins.
+
+        After row `last` the text's last token was chosen.
+        """
         for token, following in reversed([*zip(tokens, ranked, strict=True)]):
             self.entries[token % self.size] = token, following
+        self.second = [token for token, _ in ranked[last][1 : 1 + self.runners]]
+
+    def guess_second(self) -> dict[Path, float]:
+        """The logarithm of the chance of each runner-up, and of the best token that is known after it."""
+        found: dict[Path, float] = {}
+        for token, chance in zip(self.second, RUNNERS, strict=False):
+            found[token,] = math.log(chance)
+            for path, more in self.guess(token, [(0,)]).items():
+                found[token, *path] = math.log(chance) + more
+        return found
 
     def guess(self, root: int, ranks: Sequence[Path]) -> dict[Path, float]:
         """The logarithm of the chance of each path of ranks that is known."""

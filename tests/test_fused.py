@@ -16,6 +16,7 @@ from outpace.models.hf import HFModel
 from outpace.picking import likeliest
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.sizes import Sizes
+from outpace.sources.history import History
 from outpace.sources.recycle import Recycle
 from outpace.step import fused
 from outpace.step.choosing import Choices
@@ -207,7 +208,7 @@ def test_recycling(lanes: int, rows: int, ranks: int, monkeypatch: pytest.Monkey
     device = torch.device(DEVICE)
     words, size, memory = 9, 7, ("_known", "_next", "_chances")
     texts = Texts(lanes + 1, 9, device).view(lanes, 9)
-    both = [Recycle(ranks, 40, lanes + 1, device, size) for _ in range(2)]
+    both = [Recycle(ranks, 40, lanes + 1, device, size, runners=2) for _ in range(2)]
     guessed = 0
     for _ in range(6):
         texts.tokens.random_(words)
@@ -217,23 +218,57 @@ def test_recycling(lanes: int, rows: int, ranks: int, monkeypatch: pytest.Monkey
         draft = draft._replace(valid=torch.rand(lanes, rows, device=device) < 0.7)
         logits = torch.randn(lanes * rows, words, device=device)
         logits[::5, 3] = torch.nan
+        kept = Walk(draft.tokens % rows, draft.tokens, torch.randint(rows + 1, (lanes,), device=device))
         for kernels, source in enumerate(both):
             monkeypatch.setattr(fused, "usable", lambda device, kernels=kernels: bool(kernels))
-            source.learn(texts, draft, draft.tokens, Walk(*draft[:3]), logits)
-        known, following, chances = ([getattr(source, name)[:, :size] for source in both] for name in memory)
+            source.learn(texts, draft, draft.tokens, kept, logits)
+        places = [*range(size), size + 1]  # without that for what is not remembered
+        known, following, chances = ([getattr(source, name)[:, places] for source in both] for name in memory)
         assert torch.equal(*known)
         torch.testing.assert_close(*chances, rtol=0, atol=1e-5)
         assert torch.equal(*(tokens * (chances[0] > NEVER) for tokens in following))
         found = []
         for kernels, source in enumerate(both):
             monkeypatch.setattr(fused, "usable", lambda device, kernels=kernels: bool(kernels))
-            found += source.guess(texts, texts.lengths)
-        torch.testing.assert_close(found[0].chances, found[1].chances, rtol=0, atol=1e-4)
-        there = found[0].chances > NEVER
-        for ends in ([nodes.tokens[there] for nodes in found], [hashes_of(nodes)[there] for nodes in found]):
-            assert torch.equal(*ends)
-        guessed += int(there.sum())
+            found.append(source.guess(texts, texts.lengths))
+        for pair in zip(*found, strict=True):
+            guessed += assert_same_nodes(*pair)
     assert guessed or rows == 1
+
+
+def assert_same_nodes(first: Nodes, second: Nodes) -> int:
+    """Says how many there are."""
+    torch.testing.assert_close(first.chances, second.chances, rtol=0, atol=1e-4)
+    there = first.chances > NEVER
+    assert torch.equal(first.tokens[there], second.tokens[there])
+    assert torch.equal(hashes_of(first)[there], hashes_of(second)[there])
+    assert first.sources == second.sources
+    return int(there.sum())
+
+
+@pytest.mark.parametrize(
+    ("longest", "depth", "places"), [(1, 1, 1), (4, 16, 8), (6, 5, 3), (16, 16, 8), (32, 20, 8), (9, 40, 2)]
+)
+def test_history(longest: int, depth: int, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of one token, without a match, that repeat themselves, and longer than a block."""
+    torch.manual_seed(depth)
+    device, span = torch.device(DEVICE), 1200
+    texts = Texts(5, span, device)
+    texts.tokens.random_(3)
+    texts.tokens[1] = torch.arange(span)
+    texts.tokens[2] = torch.arange(span) % 7
+    texts.tokens[3, 600:] = texts.tokens[3, :600]
+    texts.lengths.copy_(torch.tensor([1, 50, 40, 700, 1190]))
+    source = History(longest, depth, places, "history", device, floor=0.001 if depth == 5 else 0.0)
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr(fused, "usable", lambda device, kernels=kernels: kernels)
+        found += source.guess(texts, texts.lengths)
+    assert assert_same_nodes(*found)
+    assert torch.equal(found[0].depths, found[1].depths)
+    paths = [nodes.paths * (torch.arange(depth + 1, device=device) <= nodes.depths[..., None]) for nodes in found]
+    there = found[0].chances > NEVER
+    assert torch.equal(paths[0][there], paths[1][there])
 
 
 @pytest.mark.parametrize("words", [50, 4096, 9000])

@@ -81,9 +81,10 @@ def assert_alike(found: dict[Path, float], expected: dict[Path, float]) -> None:
 
 
 @settings(max_examples=60)
-@given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(1, 7), st.integers(1, 9))
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 4, 6, 9, 20]), st.integers(1, 7), st.integers(1, 9))
 def test_history(draw: random.Random, longest: int, depth: int, places: int) -> None:
     texts = texts_of(draw)
+    texts[0] = (texts[0][:9] * 30)[: len(texts[0])]  # long matches
     source = History(longest, depth, places, "history", CPU, floor=draw.choice([0.0, 0.0002, 0.03]))
     for _ in range(3):
         lanes = lanes_with(texts, [0] * LANES)
@@ -192,14 +193,17 @@ def test_jacobi(draw: random.Random, window: int) -> None:
 @given(st.randoms(use_true_random=False), st.integers(1, 7), st.integers(1, 20), st.sampled_from([1, 3, 8]))
 def test_recycling(draw: random.Random, ranks: int, paths: int, size: int) -> None:
     torch.manual_seed(draw.randrange(2**32))
-    source, ways = Recycle(ranks, paths, LANES + 2, CPU, size), likely_paths(DEEPEST, ranks, paths)
+    runners = draw.randrange(ranks)
+    source, ways = Recycle(ranks, paths, LANES + 2, CPU, size, runners), likely_paths(DEEPEST, ranks, paths)
     source._known.random_(WORDS)  # what a text that has ended left behind
+    source._chances.fill_(-1.0)
     run = steps(draw, source, 6, 1 + source.nodes)
     texts, _ = next(run)
-    simple = [oracles.Recycled(size) for _ in texts]
-    for before, rows, _, _, room, _, logits in run:
+    simple = [oracles.Recycled(size, runners) for _ in texts]
+    for before, rows, _, found, room, _, logits in run:
         for lane, text in enumerate(before):
-            expected = {path for path in simple[lane].guess(text[-1], ways) if len(path) <= room[lane]}
+            guesses = {**simple[lane].guess(text[-1], ways), **simple[lane].guess_second()}
+            expected = {path for path in guesses if len(path) <= room[lane]}
             paths_here = paths_of(rows, lane)
             assert {*paths_here} == {(), *expected}
             ranked = likeliest(logits[lane], ranks)
@@ -207,21 +211,28 @@ def test_recycling(draw: random.Random, ranks: int, paths: int, size: int) -> No
                 [(int(token), chance) for token, chance in zip(*line, strict=True)]
                 for line in zip(*ranked.tolist(), strict=True)
             ]
-            simple[lane].learn(rows.tokens[lane, : len(paths_here)].tolist(), said[: len(paths_here)])
+            last = int(found.rows[lane, found.counts[lane] - 1])
+            simple[lane].learn(rows.tokens[lane, : len(paths_here)].tolist(), said[: len(paths_here)], last)
     lanes = lanes_with([text[-9:] for text in before], [0] * LANES)
-    (nodes,) = source.guess(lanes, torch.full((LANES,), 99))
+    recycled, *second = source.guess(lanes, torch.full((LANES,), 99))
     for lane, text in enumerate(before):
-        assert_alike(offered(nodes, lane), simple[lane].guess(text[-1], ways))
+        assert_alike(offered(recycled, lane), simple[lane].guess(text[-1], ways))
+        for nodes in second:
+            assert nodes.sources == 1
+            assert_alike(offered(nodes, lane), simple[lane].guess_second())
+    assert len(second) == (runners > 0)
 
 
 def test_what_is_not_a_chance_is_not_recycled() -> None:
-    source = Recycle(2, 4, 1, CPU)
+    source = Recycle(2, 4, 1, CPU, runners=1)
     texts, none = lanes_with([[1], [1], [1]], [0] * 3).view(1, 8), torch.zeros(0)
     rows = plant(texts.roots(), [], 1, torch.tensor([9]))
+    kept = walk(rows, rows.tokens, 0)
     for line in ([math.nan] * WORDS, [-math.inf, 0.0, -math.inf, -math.inf, -math.inf]):
-        source.learn(texts, rows, none, none, torch.tensor([line]))
-        (nodes,) = source.guess(texts, torch.tensor([9]))
-        assert (nodes.chances > NEVER).sum() == (0 if math.isnan(line[0]) else source.deepest)
+        source.learn(texts, rows, none, kept, torch.tensor([line]))
+        recycled, second = source.guess(texts, torch.tensor([9]))
+        assert (recycled.chances > NEVER).sum() == (0 if math.isnan(line[0]) else source.deepest)
+        assert not (second.chances > NEVER).any()
 
 
 def published(window: int, ngram: int, guesses: int) -> Settings:

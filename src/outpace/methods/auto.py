@@ -23,6 +23,7 @@ from .prompt_lookup import PromptLookup
 LONGEST = 16  # tokens of the text's end that are looked for in it
 FLOOR = 0.02  # the least chance of a guess that the text repeats itself
 RANKS = 8  # next tokens that are remembered after each token
+RUNNERS = 7  # of what the model ranked behind the text's last token
 SIZES = (1, 16)  # rows of a step, besides the most
 NODES = 256  # guesses that are considered: so many are planted quickly
 
@@ -74,7 +75,8 @@ class Auto(Method):
                 paths = likely_paths(heads.count, 10, left * 5 // 8)
                 found.append(guesses_of(heads, engine, paths, lanes, 10))
             found.append(History(LONGEST, REACH, PLACES, "lookup", device, FLOOR))
-            found.append(Recycle(RANKS, max(32, left - sum(source.nodes for source in found[:-1])), lanes, device))
+            recycled = left - 2 * RUNNERS - sum(source.nodes for source in found[:-1])
+            found.append(Recycle(RANKS, max(32, recycled), lanes, device, runners=RUNNERS))
             return found
 
         return Plan(sources, self.rows, sizes=SIZES, learned=partial(remembered, engine))

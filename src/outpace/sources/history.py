@@ -15,6 +15,7 @@ from .base import Source
 # How far to believe that a text goes on as it did after the same last 1, 2, 3, 4 or more tokens. What is left of
 # belief goes to the next shorter match. Measured on 60 answers of a small model; the exact values matter little.
 TRUST = (0.1, 0.2, 0.3, 0.5)
+LONGER = {6: 0.5, 8: 0.5, 12: 0.5, 16: 0.5}
 PLACES = 8  # how many earlier places are followed, if nothing else is said
 NONE = -(2**20)  # in place of the length of a match: there is none
 
@@ -34,12 +35,15 @@ class History(Source):
         self.longest, self.deepest, self.places = longest, depth, places
         self.nodes = places * depth
         self.floor = math.log(floor) if floor else NEVER
-        # [longest] how far to believe a match of 1, 2, … tokens.
-        self._trust = torch.tensor([TRUST[min(length, len(TRUST)) - 1] for length in range(1, longest + 1)]).to(device)
+        # Matches are of classes: [classes] at least so many tokens, and how far such a match is believed.
+        classes = {
+            length: trust for length, trust in {**dict(enumerate(TRUST, 1)), **LONGER}.items() if length <= longest
+        }
+        self._least, self._trust = torch.tensor([*classes]).to(device), torch.tensor([*classes.values()]).to(device)
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         if fused.usable(texts.device):
-            how = (self.longest, self.places, self.deepest, self._trust, self.floor, self.first)
+            how = (self.longest, self.places, self.deepest, self._least, self._trust, self.floor, self.first)
             return [fused.history(texts, *how)]
         lengths = matches(texts, self.longest)
         span = lengths.shape[1]
@@ -51,7 +55,7 @@ class History(Source):
         ahead = torch.arange(self.deepest, device=texts.device) % period[..., None]
         following = where[..., None] + 1 + ahead  # [lanes, places, depth]
         tokens = texts.tokens.gather(1, following.flatten(1).clamp(max=span - 1)).view_as(following)
-        chances = _chances(tokens, lengths, self._trust)
+        chances = _chances(tokens, lengths, self._least, self._trust)
         if self.floor > NEVER:
             chances = chances.masked_fill(chances < self.floor, NEVER)
         return [chains(tokens, chances, self.first)]
@@ -71,7 +75,7 @@ def matches(texts: Texts, longest: int) -> torch.Tensor:
     return same.cumprod(1).sum(1)
 
 
-def _chances(tokens: torch.Tensor, lengths: torch.Tensor, trust: torch.Tensor) -> torch.Tensor:
+def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor, trust: torch.Tensor) -> torch.Tensor:
     """[lanes, places, depth] log of the chance of each path.
 
     The next token after a path is guessed by all places that have followed it so far, each with a match that has grown
@@ -83,8 +87,7 @@ def _chances(tokens: torch.Tensor, lengths: torch.Tensor, trust: torch.Tensor) -
     before = F.pad(agree, (0, 0, 0, 0, 1, -1), value=1.0)  # of the path without its last token
     step = torch.arange(deepest, device=tokens.device)[:, None]
     grown = torch.where(lengths > 0, lengths, NONE)[:, None] + step  # [lanes, depth, places]
-    least = torch.arange(1, len(trust) + 1, device=tokens.device)
-    counted = (grown[..., None] >= least).float()  # [lanes, depth, places, lengths]
+    counted = (grown[..., None] >= least).float()  # [lanes, depth, places, classes]
     total, mine = before @ counted, agree @ counted
     doubt = torch.where(total > 0, 1 - trust, 1.0).flip(-1).cumprod(-1).flip(-1)
     belief = F.pad(doubt, (-1, 1), value=1.0)  # what the longer matches have left of it

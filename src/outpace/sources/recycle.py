@@ -7,6 +7,9 @@ Recycling.
 The memory is each lane's own and begins empty. One for all texts would know more tokens, but then the steps of a text
 would depend on what was written before and beside it. The prompt's rows would fill it too, but they have no logits: by
 estimate, to compute them takes about as long as what they win.
+
+The runners-up are what the model ranked second, third, … where it chose the text's last token. Often one of them comes
+right after it. Known from LogitSpec.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ from .heads import Ranks, likely_paths
 
 SIZE = 2**13  # tokens that a lane remembers at most; those that are equal modulo this push each other out
 DEEPEST = 6  # tokens ahead
+BEHIND: Sequence[Ranks] = ((), (0,))  # the ranks that follow each runner-up
 NONE = -1  # in place of a token
 NAME = "recycled"
+# How often the model's second, third, … choice for a token is the token after it.
+RUNNERS = (0.1, 0.05, 0.04, 0.03, 0.02, 0.02, 0.02)
 
 
 class Recycle(Source):
@@ -37,39 +43,48 @@ class Recycle(Source):
 
     ranks: how many next tokens are remembered after each token.
     paths: how many paths are offered.
+    runners: how many runners-up are offered, fewer than there are ranks, and what is remembered as best after each.
     """
 
-    names = (NAME,)
+    names = (NAME, "runner-up")
 
-    def __init__(self, ranks: int, paths: int, lanes: int, device: torch.device, size: int = SIZE) -> None:
-        ways: Sequence[Ranks] = likely_paths(DEEPEST, ranks, paths)
-        self.nodes = len(ways)
+    def __init__(
+        self, ranks: int, paths: int, lanes: int, device: torch.device, size: int = SIZE, runners: int = 0
+    ) -> None:
+        assert runners < ranks
+        own = likely_paths(DEEPEST, ranks, paths)
+        ways: Sequence[Ranks] = [*own, *((rank, *more) for rank in range(1, 1 + runners) for more in BEHIND)]
+        self._own, self.nodes = len(own), len(ways)
         self.deepest = max(map(len, ways))
-        self.size = size
+        self.size, self.runners = size, runners
         # Whose next tokens are remembered in each place; those tokens; the logarithms of their chances. The last place
-        # is for what is not to be remembered.
-        self._known = torch.full((lanes, size + 1), NONE, dtype=torch.int32, device=device)
-        self._next = torch.zeros(lanes, size + 1, ranks, dtype=torch.int32, device=device)
-        self._chances = torch.full((lanes, size + 1, ranks), NEVER, device=device)
+        # but one is for what is not to be remembered, the last for the runners-up.
+        self._known = torch.full((lanes, size + 2), NONE, dtype=torch.int32, device=device)
+        self._next = torch.zeros(lanes, size + 2, ranks, dtype=torch.int32, device=device)
+        self._chances = torch.full((lanes, size + 2, ranks), NEVER, device=device)
         self.state = (self._known, self._next, self._chances)
+        trust = [0.0, *RUNNERS, *[RUNNERS[-1]] * ranks][:ranks]
+        self._trust = torch.tensor(trust).log().to(device) if runners else None  # [ranks]
         self._depths = torch.tensor([len(way) for way in ways], device=device)
         beyond = (0,) * self.deepest
         self._ranks = torch.tensor([(*way, *beyond)[: self.deepest] for way in ways], device=device)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         self._known[lane].fill_(NONE)
+        self._chances[lane, -1].fill_(NEVER)
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         if fused.usable(texts.device):
             memory = (self._known, self._next, self._chances)
-            return [fused.recycled(texts, self._ranks, self._depths, *memory, self.first)]
+            return self._parts(fused.recycled(texts, self._ranks, self._depths, *memory, self._own, self.first))
         lanes, ranks = texts.lanes, self._next.shape[2]
         token = newest = texts.roots()[:, None].expand(-1, self.nodes)
         chances = torch.zeros(lanes, self.nodes, device=texts.device)
         hashes = [torch.zeros_like(token)]
+        runner = torch.arange(self.nodes, device=texts.device) >= self._own
         for depth in range(self.deepest):
-            place = token % self.size
-            known = self._known[:lanes].gather(1, place) == token
+            place = torch.where(runner, self.size + 1, token % self.size)
+            known = runner | (self._known[:lanes].gather(1, place) == token)
             entry = place * ranks + self._ranks[:, depth]
             believed = torch.where(known, self._chances[:lanes].flatten(1).gather(1, entry), NEVER)
             token = self._next[:lanes].flatten(1).gather(1, entry).long()
@@ -77,7 +92,16 @@ class Recycle(Source):
             chances = torch.where(within, chances + believed, chances)
             newest = torch.where(within, token, newest)
             hashes.append(hashes[-1] + mix(token, depth + 1))
-        return [Nodes(newest, self._depths.expand(lanes, -1), torch.stack(hashes, 2), chances, self.first)]
+            runner = torch.zeros_like(runner)
+        nodes = Nodes(newest, self._depths.expand(lanes, -1), torch.stack(hashes, 2), chances, self.first)
+        return self._parts(nodes)
+
+    def _parts(self, nodes: Nodes) -> list[Nodes]:
+        """Of all nodes what is recycled, and the runners-up."""
+        if not self.runners:
+            return [nodes]
+        own, runners = ([part[:, some] for part in nodes[:4]] for some in (slice(self._own), slice(self._own, None)))
+        return [Nodes(*own, self.first), Nodes(*runners, self.first + 1)]
 
     def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
         """Of rows that go to one place the first is remembered: the likeliest come first, and they proved best."""
@@ -86,7 +110,7 @@ class Recycle(Source):
         quick = fused.usable(logits.device)
         found = (fused.likeliest if quick else likeliest)(logits, ranks)  # [2, all rows, ranks]
         if quick:
-            fused.remember(tokens, rows.valid, found, self._known, self._next, self._chances)
+            fused.remember(tokens, rows.valid, found, self._known, self._next, self._chances, walk, self._trust)
             return
         known, following, chances = self._known[:lanes], self._next[:lanes], self._chances[:lanes]
         place = torch.where(rows.valid, tokens % self.size, self.size)
@@ -96,6 +120,12 @@ class Recycle(Source):
         known.scatter_(1, place, tokens.int())
         known[:, self.size] = NONE
         entries = place[..., None].expand(-1, -1, ranks)
-        following.scatter_(1, entries, found[0].int().view(lanes, count, -1))
-        believed = found[1].float().view(lanes, count, -1)
-        chances.scatter_(1, entries, torch.where(believed > NEVER, believed, NEVER))  # NaN is no chance
+        ranked, believed = found[0].int().view(lanes, count, -1), found[1].float().view(lanes, count, -1)
+        believed = torch.where(believed > NEVER, believed, NEVER)  # NaN is no chance
+        following.scatter_(1, entries, ranked)
+        chances.scatter_(1, entries, believed)
+        if self._trust is not None:
+            last = walk.rows.gather(1, (walk.counts - 1).clamp(min=0)[:, None])[..., None].expand(-1, -1, ranks)
+            following[:, -1:, :ranks] = ranked.gather(1, last)
+            trusted = torch.where(believed.gather(1, last) > NEVER, self._trust[:ranks], NEVER)
+            chances[:, -1:, :ranks] = trusted

@@ -25,6 +25,7 @@ FEW = 32  # so many of the likeliest are found by kernels of ours
 WORDS = 2048  # that one program scores; parts are the same for any number of rows, as sums of fractions depend on them
 PASSES = 8  # in which the border of a cut is found, a digit of four bits each
 BLOCK = 32  # nodes that all nodes are compared with at a time
+TOGETHER = 16  # depths of history at a time
 
 
 def usable(device: torch.device) -> bool:
@@ -251,7 +252,16 @@ def follow(
     return states, last
 
 
-def history(texts: Any, longest: int, places: int, depth: int, trust: torch.Tensor, floor: float, source: int) -> Nodes:
+def history(
+    texts: Any,
+    longest: int,
+    places: int,
+    depth: int,
+    least: torch.Tensor,
+    trust: torch.Tensor,
+    floor: float,
+    source: int,
+) -> Nodes:
     """What `History.guess` offers."""
     from . import kernels
 
@@ -262,15 +272,15 @@ def history(texts: Any, longest: int, places: int, depth: int, trust: torch.Tens
     paths = torch.empty(lanes, nodes, depth + 1, dtype=torch.long, device=device)
     scores = torch.empty(lanes, span, dtype=torch.int32, device=device)
     kernels.history[(lanes,)](
-        *(texts.tokens, texts.lengths, texts.tokens.stride(0), span, trust, floor, scores, span),
+        *(texts.tokens, texts.lengths, texts.tokens.stride(0), span, least, trust, floor, scores, span),
         *(tokens, chances, paths, nodes),
         LONGEST=longest,
+        CLASSES=len(least),
         PLACES=places,
         WIDTH=_power(places),
         DEPTH=depth,
-        DEPTHS=_power(depth),
+        DEPTHS=min(_power(depth), TOGETHER),
         BLOCK=1024,
-        NONE=-(2**20),
         num_warps=4,
     )
     depths = torch.arange(1, depth + 1, device=device).repeat(places).expand(lanes, -1)
@@ -442,9 +452,10 @@ def recycled(
     known: torch.Tensor,
     following: torch.Tensor,
     chances: torch.Tensor,
+    own: int,
     source: int,
 ) -> Nodes:
-    """What `Recycle` offers of its memory, along paths of `ranks` [nodes, deepest]."""
+    """What `Recycle` offers of its memory, along paths of `ranks` [nodes, deepest], the first `own` from the root."""
     from . import kernels
 
     lanes, device = texts.lanes, texts.device
@@ -454,10 +465,10 @@ def recycled(
     paths = torch.empty(lanes, nodes, deepest + 1, dtype=torch.long, device=device)
     kernels.recycled[(lanes,)](
         *(texts.tokens, texts.lengths, texts.tokens.stride(0), ranks, depths, known, following, chances),
-        *(tokens, found, paths, nodes),
+        *(tokens, found, paths, nodes, own),
         NODES=_power(nodes),
         DEEP=deepest,
-        SIZE=known.shape[1] - 1,
+        SIZE=known.shape[1] - 2,
         RANKS=following.shape[2],
         num_warps=4,
     )
@@ -471,19 +482,26 @@ def remember(
     known: torch.Tensor,
     following: torch.Tensor,
     chances: torch.Tensor,
+    kept: Walk,
+    trust: torch.Tensor | None,
 ) -> None:
-    """What `Recycle` learns of rows [lanes, rows] from what is likeliest after each, `found` [2, all rows, ranks]."""
+    """What `Recycle` learns of rows [lanes, rows] from what is likeliest after each, `found` [2, all rows, ranks].
+
+    And its runners-up, if there is a `trust` [ranks] in them.
+    """
     from . import kernels
 
     lanes, count = tokens.shape
     top = found.shape[2]
     kernels.remember[(lanes, count)](
-        *(tokens.contiguous(), valid.contiguous().view(torch.int8), found, known, following, chances, count),
+        *(tokens.contiguous(), valid.contiguous().view(torch.int8), found, known, following, chances),
+        *(kept.rows, kept.counts, kept.rows.stride(0), chances if trust is None else trust, count),
         ROWS=_power(count),
         TOP=top,
         WIDE=_power(top),
-        SIZE=known.shape[1] - 1,
+        SIZE=known.shape[1] - 2,
         RANKS=following.shape[2],
+        RUNNERS=trust is not None,
         num_warps=1,
     )
 

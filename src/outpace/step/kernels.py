@@ -315,14 +315,15 @@ def follow(
 
 @triton.jit(do_not_specialize=LANES_VARY)
 def history(
-    text, lengths, text_line, span, trusts, floor, scores, score_line, tokens, chances, paths, nodes,
-    LONGEST: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, DEPTHS: tl.constexpr,
-    BLOCK: tl.constexpr, NONE: tl.constexpr,
+    text, lengths, text_line, span, leasts, trusts, floor, scores, score_line, tokens, chances, paths, nodes,
+    LONGEST: tl.constexpr, CLASSES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One lane: follow the PLACES best earlier matches of the text's end, DEPTH tokens each, with their chances.
 
-    WIDTH and DEPTHS are powers of two that hold PLACES and DEPTH. `scores` [lanes, score_line] is for what threads
-    tell each other. Nodes lie place by place; paths have DEPTH + 1 hashes.
+    There are up to eight CLASSES of matches. WIDTH is a power of two that holds PLACES, 255 at most. DEPTHS, a power of
+    two, are computed at a time. `scores` [lanes, score_line] is for what threads tell each other. Nodes lie place by
+    place; paths have DEPTH + 1 hashes.
     """
     lane = tl.program_id(0).to(tl.int64)
     text += lane * text_line
@@ -333,11 +334,17 @@ def history(
         at = begin + tl.arange(0, BLOCK)
         going = at < length - 1
         match = tl.zeros([BLOCK], tl.int32)
-        for back in tl.static_range(LONGEST):
-            end = tl.load(text + tl.maximum(length - 1 - back, 0))
-            here = tl.load(text + tl.maximum(at - back, 0), mask=at < reach, other=-1)
-            going = going & (here == end) & (at >= back) & (length - 1 > back)
-            match += going.to(tl.int32)
+        compared = tl.full([], 0, tl.int32)
+        longest = tl.full([], 0, tl.int32)
+        while (longest == compared) & (compared < LONGEST):  # four more, as long as some place matches so far
+            for more in tl.static_range(4):
+                back = compared + more
+                end = tl.load(text + tl.maximum(length - 1 - back, 0))
+                here = tl.load(text + tl.maximum(at - back, 0), mask=at < reach, other=-1)
+                going = going & (here == end) & (at >= back) & (length - 1 > back) & (back < LONGEST)
+                match += going.to(tl.int32)
+            compared += 4
+            longest = tl.max(match, 0)
         tl.store(scores + at, match * span + at, mask=at < reach)
     tl.debug_barrier()
     place = tl.arange(0, WIDTH)
@@ -354,34 +361,53 @@ def history(
     matched = tl.where(score >= 0, score // span, 0)
     where = tl.where(score >= 0, score % span, 0)
     period = tl.maximum(length - 1 - where, 1)
-    agree = tl.full([WIDTH, WIDTH], 1, tl.int32)
-    total_log = tl.zeros([WIDTH], tl.float32)
-    hashed = tl.zeros([WIDTH], tl.int64)
     there = place < PLACES
-    column = tl.arange(0, DEPTHS)
     node = lane * nodes + place * DEPTH
-    out = (node[:, None] + column[None, :]) * (DEPTH + 1)
-    tl.store(paths + out, tl.zeros([WIDTH, DEPTHS], tl.int64), mask=there[:, None] & (column < DEPTH)[None, :])
-    for depth in range(DEPTH):
-        token = tl.load(text + tl.minimum(where + 1 + depth % period, span - 1))
-        before = agree
-        agree = agree & (token[:, None] == token[None, :]).to(tl.int32)
-        grown = tl.where(matched > 0, matched, NONE) + depth
-        chance = tl.zeros([WIDTH], tl.float32)
-        belief = tl.full([WIDTH], 1.0, tl.float32)
-        for shorter in tl.static_range(LONGEST):
-            trust = tl.load(trusts + LONGEST - 1 - shorter)
-            counted = ((grown >= LONGEST - shorter) & there).to(tl.int32)
-            total = tl.sum(before * counted[None, :], 1).to(tl.float32)
-            mine = tl.sum(agree * counted[None, :], 1).to(tl.float32)
-            chance += belief * trust * mine / tl.maximum(total, 1.0)
-            belief = tl.where(total > 0, belief * (1 - trust), belief)
-        total_log += tl.log(tl.where(grown > 0, chance, 0.0))
-        hashed += mix(token, depth + 1)
-        tl.store(tokens + node + depth, token, mask=there)
-        tl.store(chances + node + depth, tl.where(total_log < floor, float("-inf"), total_log), mask=there)
-        deeper = there[:, None] & ((column >= depth) & (column < DEPTH))[None, :]
-        tl.store(paths + out + depth + 1, hashed[:, None] + tl.zeros([WIDTH, DEPTHS], tl.int64), mask=deeper)
+    column = tl.arange(0, DEPTHS)
+    parted = tl.full([WIDTH, WIDTH], DEPTH, tl.int32)  # the depth at which two places first differ
+    above = tl.zeros([WIDTH], tl.float32)  # the chance of the path so far
+    hashed_above = tl.zeros([WIDTH], tl.int64)
+    for begin in range(0, DEPTH, DEPTHS):
+        depth = begin + column
+        token = tl.load(text + tl.minimum(where[:, None] + 1 + depth[None, :] % period[:, None], span - 1))
+        differ = token[:, None, :] != token[None, :, :]
+        parted = tl.minimum(parted, tl.min(tl.where(differ, depth[None, None, :], DEPTH), 2))
+        # How many places go on with the path, and how many are still on it before: one byte of a number a class.
+        grown = matched[:, None] + depth[None, :]
+        heard = ((matched > 0) & there)[:, None]
+        votes = tl.zeros([WIDTH, DEPTHS], tl.int64)
+        for kind in tl.static_range(CLASSES):
+            one = tl.full([WIDTH, DEPTHS], 1, tl.int64) << (8 * kind)
+            votes += tl.where(heard & (grown >= tl.load(leasts + kind)), one, 0)
+        agree = depth[None, None, :] < parted[:, :, None]
+        before = depth[None, None, :] <= parted[:, :, None]
+        mine = tl.sum(tl.where(agree, votes[None, :, :], 0), 1)
+        total = tl.sum(tl.where(before, votes[None, :, :], 0), 1)
+        chance = tl.zeros([WIDTH, DEPTHS], tl.float32)
+        belief = tl.full([WIDTH, DEPTHS], 1.0, tl.float32)
+        for shorter in tl.static_range(CLASSES):
+            trust = tl.load(trusts + CLASSES - 1 - shorter)
+            all_votes = (total >> (8 * (CLASSES - 1 - shorter))) & 255
+            my_votes = (mine >> (8 * (CLASSES - 1 - shorter))) & 255
+            chance += belief * trust * my_votes.to(tl.float32) / tl.maximum(all_votes, 1).to(tl.float32)
+            belief = tl.where(all_votes > 0, belief * (1 - trust), belief)
+        logs = tl.log(tl.where(heard, chance, 0.0))
+        path = above[:, None] + tl.cumsum(logs, 1)
+        added = mix(token, (depth + 1)[None, :])
+        hashed = hashed_above[:, None] + tl.cumsum(added, 1)
+        above += tl.sum(logs, 1)
+        hashed_above += tl.sum(added, 1)
+        out = node[:, None] + depth[None, :]
+        real = there[:, None] & (depth < DEPTH)[None, :]
+        tl.store(tokens + out, token, mask=real)
+        tl.store(chances + out, tl.where(path < floor, float("-inf"), path), mask=real)
+        tl.store(paths + out * (DEPTH + 1), tl.zeros([WIDTH, DEPTHS], tl.int64), mask=real)
+        for deeper in range(begin, DEPTH, DEPTHS):  # all nodes from here on have these hashes
+            below = deeper + column
+            line = paths + (node[:, None] + below[None, :]) * (DEPTH + 1) + 1
+            wanted = real[:, None, :] & (below < DEPTH)[None, :, None]
+            every = hashed[:, None, :] + tl.zeros([WIDTH, DEPTHS, DEPTHS], tl.int64)
+            tl.store(line[:, :, None] + depth[None, None, :], every, mask=wanted)
 
 
 @triton.jit(do_not_specialize=LANES_VARY)
@@ -639,10 +665,14 @@ def look(
 
 @triton.jit(do_not_specialize=LANES_VARY)
 def recycled(
-    text, lengths, text_line, ranks, depths, known, following, chances, node_tokens, node_chances, paths, nodes,
+    text, lengths, text_line, ranks, depths, known, following, chances, node_tokens, node_chances, paths, nodes, own,
     NODES: tl.constexpr, DEEP: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One lane: nodes from paths of ranks among the RANKS tokens that are remembered after each token."""
+    """One lane: nodes from paths of ranks among the RANKS tokens that are remembered after each token.
+
+    The first `own` paths begin after the text's last token, the others among its runners-up, which lie in place SIZE +
+    1.
+    """
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     there = node < nodes
@@ -656,8 +686,9 @@ def recycled(
     tl.store(way, hashed, mask=there)
     for above in tl.static_range(DEEP):
         within = there & (above < depth)
-        place = lane * (SIZE + 1) + token % SIZE
-        same = tl.load(known + place, mask=there, other=-1) == token
+        runner = (above == 0) & (node >= own)
+        place = lane * (SIZE + 2) + tl.where(runner, SIZE + 1, token % SIZE)
+        same = (tl.load(known + place, mask=there, other=-1) == token) | runner
         entry = place * RANKS + tl.load(ranks + node * DEEP + above, mask=there, other=0)
         believed = tl.load(chances + entry, mask=within & same, other=float("-inf"))
         token = tl.load(following + entry, mask=there, other=0).to(tl.int64)
@@ -671,12 +702,14 @@ def recycled(
 
 @triton.jit(do_not_specialize=LANES_VARY)
 def remember(
-    row_tokens, row_valid, found, known, following, chances, count,
+    row_tokens, row_valid, found, known, following, chances, kept_rows, kept_counts, kept_line, trusts, count,
     ROWS: tl.constexpr, TOP: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+    RUNNERS: tl.constexpr,
 ):  # fmt: skip
     """One row of one lane: the TOP tokens that the model ranks next, unless an earlier row goes to the same place.
 
-    WIDE is a power of two that holds TOP.
+    WIDE is a power of two that holds TOP. RUNNERS: after the last row that was kept they are the runners-up too, with
+    chances by rank.
     """
     lane, mine = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = lane * count
@@ -686,16 +719,25 @@ def remember(
     valid = tl.load(row_valid + first + row, mask=real, other=0) > 0
     own = tl.load(row_tokens + first + mine)
     before = valid & (row < mine) & (token % SIZE == own % SIZE)
-    if (tl.load(row_valid + first + mine) > 0) & (tl.sum(before.to(tl.int32), 0) == 0):
-        place = lane * (SIZE + 1) + own % SIZE
-        rank = tl.arange(0, WIDE)
-        here = rank < TOP
-        line = found + (first + mine) * TOP + rank
-        chance = tl.load(line + tl.num_programs(0).to(tl.int64) * count * TOP, mask=here, other=0.0).to(tl.float32)
-        chance = tl.where(chance > float("-inf"), chance, float("-inf"))  # NaN is no chance
-        tl.store(known + place, own.to(tl.int32))
-        tl.store(following + place * RANKS + rank, tl.load(line, mask=here, other=0.0).to(tl.int32), mask=here)
-        tl.store(chances + place * RANKS + rank, chance, mask=here)
+    remembered = (tl.load(row_valid + first + mine) > 0) & (tl.sum(before.to(tl.int32), 0) == 0)
+    lane_place = lane * (SIZE + 2)
+    place = lane_place + own % SIZE
+    rank = tl.arange(0, WIDE)
+    here = rank < TOP
+    line = found + (first + mine) * TOP + rank
+    ranked = tl.load(line, mask=here, other=0.0).to(tl.int32)
+    chance = tl.load(line + tl.num_programs(0).to(tl.int64) * count * TOP, mask=here, other=0.0).to(tl.float32)
+    chance = tl.where(chance > float("-inf"), chance, float("-inf"))  # NaN is no chance
+    tl.store(known + place, own.to(tl.int32), mask=remembered)
+    tl.store(following + place * RANKS + rank, ranked, mask=here & remembered)
+    tl.store(chances + place * RANKS + rank, chance, mask=here & remembered)
+    if RUNNERS:
+        last = tl.load(kept_rows + lane * kept_line + tl.maximum(tl.load(kept_counts + lane) - 1, 0))
+        place = lane_place + SIZE + 1
+        newest = here & (last == mine)
+        trust = tl.where(chance > float("-inf"), tl.load(trusts + rank, mask=here, other=0.0), float("-inf"))
+        tl.store(following + place * RANKS + rank, ranked, mask=newest)
+        tl.store(chances + place * RANKS + rank, trust, mask=newest)
 
 
 @triton.jit
