@@ -317,7 +317,7 @@ class Program:
         assert self.chances is not None
         assert self.table is not None
         with torch.inference_mode():
-            put(self.chances.table(), self.table)
+            put(self.chances.table().tolist(), self.table)
 
     def _unpack(self, numbers: Numbers, size: int) -> Stepped:
         """Of one lane what `_Whole._report` has packed."""
