@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Path = tuple[int, ...]
-TRUST = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.5, 6: 0.5, 8: 0.5, 12: 0.5, 16: 0.5}  # by the least length of a match
-RUNNERS = (0.1, 0.05, 0.04, 0.03, 0.02, 0.02, 0.02)  # by rank, from the second on
+TRUST = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.5, 6: 0.15, 8: 0.15, 12: 0.3, 16: 0.75}  # by the least length of a match
+RUNNERS = (0.05, 0.03, 0.03, 0.02, 0.02, 0.015, 0.015)  # by rank, from the second on
 DEEPER = 2.0**-12  # taken off the logarithm of a chance for each token of depth, where nodes are ranked
 
 
@@ -210,7 +210,7 @@ class Recycled:
         for token, chance in zip(self.second, RUNNERS, strict=False):
             found[token,] = math.log(chance)
             for path, more in self.guess(token, [(0,)]).items():
-                found[token, *path] = math.log(chance) + more
+                found[(token, *path)] = math.log(chance) + more
         return found
 
     def guess(self, root: int, ranks: Sequence[Path]) -> dict[Path, float]:

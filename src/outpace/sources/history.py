@@ -15,7 +15,10 @@ from .base import Source
 # How far to believe that a text goes on as it did after the same last 1, 2, 3, 4 or more tokens. What is left of
 # belief goes to the next shorter match. Measured on 60 answers of a small model; the exact values matter little.
 TRUST = (0.1, 0.2, 0.3, 0.5)
-LONGER = {6: 0.5, 8: 0.5, 12: 0.5, 16: 0.5}
+# The same where at least so many tokens match. Fitted to 31 answers of the embedded model to Spec-Bench prompts (3,100
+# tokens), the shorter ones as above. What the best match of 4, 6, 8, 12 and 16 tokens says came in 77, 79, 84, 87 and
+# 96 % of cases.
+LONGER = {6: 0.15, 8: 0.15, 12: 0.3, 16: 0.75}
 PLACES = 8  # how many earlier places are followed, if nothing else is said
 NONE = -(2**20)  # in place of the length of a match: there is none
 
@@ -36,10 +39,9 @@ class History(Source):
         self.nodes = places * depth
         self.floor = math.log(floor) if floor else NEVER
         # Matches are of classes: [classes] at least so many tokens, and how far such a match is believed.
-        classes = {
-            length: trust for length, trust in {**dict(enumerate(TRUST, 1)), **LONGER}.items() if length <= longest
-        }
-        self._least, self._trust = torch.tensor([*classes]).to(device), torch.tensor([*classes.values()]).to(device)
+        classes = [(least, trust) for least, trust in (*enumerate(TRUST, 1), *LONGER.items()) if least <= longest]
+        self._least = torch.tensor([least for least, _ in classes]).to(device)
+        self._trust = torch.tensor([trust for _, trust in classes]).to(device)
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         if fused.usable(texts.device):
