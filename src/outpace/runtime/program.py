@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..draft import MODEL, Draft
+from ..draft import Draft
 from ..errors import InputError
 from ..models.adapter import FixedRows
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
 from ..sending import put
-from ..sources.base import Climbing, Plan, Reading, Source, Writing
+from ..sources.base import Climbing, Plan, Reading, Source, Writing, drafted, named
 from ..sources.heads import alone
 from ..step import fused
 from ..step.choosing import Choices, needs_of
@@ -72,10 +72,7 @@ class Program:
         model, device = engine.model, engine.pool.device
         self.engine, self.plan = engine, plan
         self.sources = plan.sources(LANES, device)
-        self.names = [MODEL]
-        for source in self.sources:
-            source.first = len(self.names)
-            self.names += source.names
+        self.names = named(self.sources)
         self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
         self.probes = sum(source.probes for source in self.sources)
         assert self.rows > self.probes
@@ -281,14 +278,8 @@ class Program:
         count, fault = int(numbers[0]), int(numbers[1])
         parts = np.split(numbers[2:], [deep, 2 * deep, 2 * deep + size, 2 * deep + 2 * size, 2 * deep + 3 * size])
         path, tokens, row_tokens, parents, sources, marks = (part.tolist() for part in parts)
-        real = sum(mark > 0 for mark in marks)
         count = min(count, fault) if fault >= 0 else count
-        draft = Draft(
-            tuple(row_tokens[:real]),
-            (-1, *parents[1:real]),
-            sum(mark > 1 for mark in marks),
-            tuple(self.names[source] for source in sources[:real]),
-        )
+        draft = drafted(self.names, row_tokens, parents, sources, marks)
         return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0)
 
 
