@@ -35,6 +35,8 @@ SAMPLINGS = [
     Sampling(temperature=0.8, seed=3),
     Sampling(temperature=1.0, top_p=0.8, top_k=20, repetition_penalty=1.2, logit_bias={5: 2.0}, seed=2**63 + 5),
 ]
+PROMPTS = [prompt_of(1), [7], prompt_of(2)]
+LENGTH = 20
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +57,11 @@ def decoders(**changes: Any) -> tuple[Decoder, Decoder]:
     """The host's, and one that takes whole steps."""
     model = tiny("Llama", **changes)
     host, whole = Decoder(model), Decoder(model)
-    whole.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
+    whole.engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
     return host, whole
 
 
-def steps_of(decoder: Decoder, method: Any, prompt: list[int], sampling: Sampling, length: int) -> list[Step]:
+def steps_of(decoder: Decoder, method: Any, prompt: list[int], sampling: Sampling, length: int = LENGTH) -> list[Step]:
     return list(decoder.stream(prompt, method=method, sampling=sampling, max_new_tokens=length))
 
 
@@ -76,14 +78,13 @@ def drafts_of(steps: list[Step]) -> dict[int, Draft]:
 @pytest.mark.parametrize("label", METHODS)
 def test_the_host_drafts_as_a_program(label: str) -> None:
     host, whole = decoders()
-    for way, sampling in enumerate(SAMPLINGS):
-        for prompt in (prompt_of(way, 24), [7]):
-            expected = host.generate(prompt, method="autoregressive", sampling=sampling, max_new_tokens=30).token_ids
-            found = steps_of(host, METHODS[label], prompt, sampling, 30)
-            programs = steps_of(whole, METHODS[label], prompt, sampling, 30)
-            assert text_of(found) == text_of(programs) == expected
-            assert [step.draft for step in found] == [step.draft for step in programs]
-            assert [step.rows for step in found[:-1]] == [step.rows for step in programs[:-1]]
+    for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
+        expected = host.generate(prompt, method="autoregressive", sampling=sampling, max_new_tokens=LENGTH).token_ids
+        found = steps_of(host, METHODS[label], prompt, sampling)
+        programs = steps_of(whole, METHODS[label], prompt, sampling)
+        assert text_of(found) == text_of(programs) == expected
+        assert [step.draft for step in found] == [step.draft for step in programs]
+        assert [step.rows for step in found[:-1]] == [step.rows for step in programs[:-1]]
     assert host.engine.pool.held == 0
 
 
@@ -92,18 +93,16 @@ def test_heads_guess_for_the_host_as_in_a_program(kind: Any) -> None:
     """The program has read the prompt before the first step, so steps may differ; drafts at the same text do not."""
     host, whole = decoders()
     heads, common = random_heads(kind.name, tiny("Llama")), 0
-    for way, sampling in enumerate(SAMPLINGS):
-        prompt = prompt_of(way, 24)
-        expected = host.generate(prompt, method="autoregressive", sampling=sampling, max_new_tokens=30).token_ids
-        method = host.prepare(kind(heads=heads, rows=12))
-        found = steps_of(host, method, prompt, sampling, 30)
-        programs = steps_of(whole, whole.prepare(kind(heads=heads, rows=12)), prompt, sampling, 30)
+    for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
+        expected = host.generate(prompt, method="autoregressive", sampling=sampling, max_new_tokens=LENGTH).token_ids
+        found = steps_of(host, host.prepare(kind(heads=heads, rows=12)), prompt, sampling)
+        programs = steps_of(whole, whole.prepare(kind(heads=heads, rows=12)), prompt, sampling)
         assert text_of(found) == text_of(programs) == expected
         drafts, known = drafts_of(found), drafts_of(programs)
         both = (drafts.keys() & known.keys()) - {0}
         common += len(both)
         assert [drafts[end] for end in both] == [known[end] for end in both]
-    assert common > 20
+    assert common > LENGTH
 
 
 @pytest.mark.parametrize("label", ["prompt-lookup", "lookahead"])
@@ -120,7 +119,7 @@ def test_what_is_too_dear_is_not_drafted() -> None:
     for decoder in (host, whole):
         decoder.engine.costs = CostCurve({}, (1, 2, 128), (100,), ((1.0, 1.1, 6.0),))
     drafts = [
-        [step.draft for step in steps_of(decoder, PromptLookup(), prompt_of(1), Sampling(), 30)]
+        [step.draft for step in steps_of(decoder, PromptLookup(), prompt_of(1), Sampling())]
         for decoder in (host, whole)
     ]
     assert drafts[0] == drafts[1]

@@ -14,7 +14,6 @@ from ..step.nodes import Nodes, Rows
 from ..step.texts import Texts
 from ..step.walking import Walk
 
-
 Follow: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Text], Any]"
 """Given the states of new rows of a text, the last that are computed, the token after each, and the text."""
 
