@@ -89,8 +89,7 @@ class PlannedDrafter(Drafter):
         self.texts.lengths.fill_(length)
         if self.readers:
             self.new.append(scores.hidden[list(verdict.rows)])
-        kept, counts = send([verdict.rows, verdict.tokens], device), send([len(verdict.rows)], device)
-        walk = Walk(kept[:1], kept[1:], counts)
-        best = send([scores.best], device)
+        rows, tokens, best = (send(part, device)[None] for part in (verdict.rows, verdict.tokens, scores.best))
+        walk = Walk(rows, tokens, send([len(verdict.rows)], device))
         for source in self.sources:
             source.learn(self.texts, self.planted, best, walk, scores.logits)
