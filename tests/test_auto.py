@@ -18,8 +18,8 @@ from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.sizes import CUTS, LONGEST, WAIT, Gains, Sizes
-from outpace.step.chances import KNOTS, Chances
-from outpace.step.nodes import NEVER, SOURCES, believed, knots_of, plant
+from outpace.step.chances import KNOTS, SOURCES, Chances
+from outpace.step.nodes import NEVER, believed, knots_of, plant
 
 from .conftest import mostly_slow, tiny, tiny_chain
 from .test_heads import random_heads

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..draft import MODEL, Draft
+from ..draft import Draft
 from ..errors import InputError
 from ..models.adapter import FixedRows
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
 from ..sending import put
-from ..sources.base import Climbing, Plan, Reading, Source, Writing
+from ..sources.base import Climbing, Plan, Reading, Source, Writing, drafted, families, named
 from ..sources.heads import alone
 from ..step import fused
 from ..step.chances import KNOTS
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
-from ..step.nodes import SOURCES, Nodes, Rows, plant
+from ..step.nodes import Nodes, Rows, plant
 from ..step.walking import Walk, walk
 from .fixed import Clock, FixedStep, bits
 from .sizes import Gains, Sizes
@@ -38,7 +38,6 @@ LANES = 64  # texts that a program has at the same time
 GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
 ROWS = 64  # that the lanes of a graph share, if they are several: so many cost little more than one
 PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # rows of a prompt that heads are shown at a time
-NEWS = 256  # guesses that are counted until the device is told what to believe of them
 PACE = 0.1  # how quickly what a step is expected to bring follows what steps bring
 
 
@@ -80,10 +79,7 @@ class Program:
         model, device = engine.model, engine.pool.device
         self.engine, self.plan = engine, plan
         self.sources = plan.sources(LANES, device)
-        self.names = [MODEL]
-        for source in self.sources:
-            source.first = len(self.names)
-            self.names += source.names
+        self.names = named(self.sources)
         self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
         self.probes = sum(source.probes for source in self.sources)
         assert self.rows > self.probes
@@ -93,8 +89,7 @@ class Program:
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
         self.sizes = Sizes()
-        families = [MODEL, *(name for source in self.sources for name in source.families)]
-        self.chances = plan.learned(families) if plan.learned else None
+        self.chances = plan.learned(families(self.sources)) if plan.learned else None
         self.table: torch.Tensor | None = None  # what is believed, where the sources' chances are learnt
         if self.chances is not None:
             self.table = torch.zeros(len(self.names), KNOTS, device=device)
@@ -325,27 +320,11 @@ class Program:
         count, fault = int(numbers[0]), int(numbers[1])
         parts = np.split(numbers[2:], [deep, 2 * deep, 2 * deep + size, 2 * deep + 2 * size, 2 * deep + 3 * size])
         path, tokens, row_tokens, parents, said, marks = (part.tolist() for part in parts)
-        real = sum(mark > 0 for mark in marks)
         count = min(count, fault) if fault >= 0 else count
-        sources = [number % SOURCES for number in said]
-        if self.chances is not None:
-            self._count(sources[1:real], [number // SOURCES for number in said[1:real]], path[1:count])
-        draft = Draft(
-            tuple(row_tokens[:real]),
-            (-1, *parents[1:real]),
-            sum(mark > 1 for mark in marks),
-            tuple(self.names[source] for source in sources[:real]),
-        )
-        return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0)
-
-    def _count(self, sources: list[int], knots: list[int], path: list[int]) -> None:
-        """Learn from a step's rows but the first, of which those of `path` were accepted."""
-        assert self.chances is not None
-        accepted = {*path}
-        before = self.chances.counted // NEWS
-        self.chances.count(sources, knots, [row in accepted for row in range(1, len(sources) + 1)])
-        if self.chances.counted // NEWS > before:
+        draft = drafted(self.names, row_tokens, parents, said, marks)
+        if self.chances is not None and self.chances.learn(said[: len(draft)], path[:count]):
             self._believe()
+        return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0)
 
 
 class _Flight:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from ..draft import MODEL, Draft
+from ..pool import Sequence as Text
+from ..step.chances import SOURCES
 from ..step.nodes import Nodes, Rows
 from ..step.texts import Texts
 from ..step.walking import Walk
+
+Follow: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Text], Any]"
+"""Given the states of new rows of a text, the last that are computed, the token after each, and the text."""
 
 
 class Source:
@@ -52,6 +58,10 @@ class Reading(Source):
 
         Says what the guesses behind the rows `last`, one of each text, come from.
         """
+        raise NotImplementedError
+
+    def follow(self) -> Follow:
+        """`feed` for one text whose rows are in no fixed places."""
         raise NotImplementedError
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Any, needs: frozenset[str]) -> None:
@@ -108,6 +118,33 @@ class Plan:
     prices: torch.Tensor | None = None
     sizes: Sequence[int] = ()  # numbers of rows to choose from at every step; without, all steps have `rows`
     learned: Callable[[Sequence[str]], Any] | None = None  # what was learnt about sources of these names: `Chances`
+
+
+def named(sources: Sequence[Source]) -> list[str]:
+    """The names that nodes of some sources have by number. The sources are told where theirs begin."""
+    names = [MODEL]
+    for source in sources:
+        source.first = len(names)
+        names += source.names
+    return names
+
+
+def families(sources: Sequence[Source]) -> list[str]:
+    """For each of these names what its guesses are counted under."""
+    return [MODEL, *(name for source in sources for name in source.families)]
+
+
+def drafted(
+    names: Sequence[str], tokens: Sequence[int], parents: Sequence[int], sources: Sequence[int], marks: Sequence[int]
+) -> Draft:
+    """A tree of `Rows` as a draft. Marks: 0 for rows that only fill up, 2 for those that may be accepted."""
+    real = sum(mark > 0 for mark in marks)
+    return Draft(
+        tuple(tokens[:real]),
+        (-1, *parents[1:real]),
+        sum(mark > 1 for mark in marks),
+        tuple(names[source % SOURCES] for source in sources[:real]),
+    )
 
 
 def pick_from(texts: Texts, count: int) -> torch.Tensor:

@@ -50,7 +50,10 @@ class Ngrams:
         names = mix(ngrams, torch.arange(ngrams.shape[2], device=ngrams.device)).sum(2)
         later = ((names[:, :, None] == names[:, None, :]) & real[:, None, :]).triu(1)
         real &= ~later.any(2)
-        again = ((known[:, :, None] == names[:, None, :]) & real[:, None, :]).any(2)
+        # Nobody's name is 0.
+        new = torch.where(real, names, 0).sort(1).values
+        at = torch.searchsorted(new, known).clamp(max=new.shape[1] - 1)
+        again = (new.gather(1, at) == known) & (known != 0)
         runs.masked_fill_(again[..., None], NONE)
         place = (count[:, None] + real.cumsum(1) - 1) % self.size
         place = torch.where(real, place, self.size)
@@ -67,15 +70,17 @@ class Ngrams:
         lanes, count, longest = ends.shape
         runs = self._runs[:lanes, None, : self.size]  # [lanes, 1, size, width]
         width = runs.shape[-1]
-        keys = torch.zeros(lanes, count, self.size, dtype=torch.long, device=ends.device)
+        newness = (torch.arange(self.size, device=ends.device) - self._count[:lanes, None]) % self.size
+        columns = runs.transpose(2, 3).contiguous().unbind(2)  # [lanes, 1, size] each
+        score = torch.zeros(lanes, count, self.size, dtype=torch.long, device=ends.device)
         for key in range(1, min(longest, width - 1) + 1):
-            same = (runs[..., :key] == ends[:, :, None, longest - key :]).all(-1)
-            keys = torch.where(same & (runs[..., key] != NONE), key, keys)
-        place = torch.arange(self.size, device=ends.device)
-        age = (self._count[:lanes, None] - 1 - place) % self.size  # [lanes, size]
+            same = columns[key] != NONE
+            for column, token in zip(columns, ends[..., longest - key :, None].unbind(2), strict=False):
+                same = same & (column == token)
+            score = torch.where(same, (newness + key * self.size)[:, None], score)
         # The same run may have been found by keys of different lengths.
         wanted = min(most * min(longest, width - 1), self.size) if most > 1 else 1
-        score, where = (keys * self.size + (self.size - 1 - age)[:, None] * (keys > 0)).topk(wanted, 2)
+        score, where = score.topk(wanted, 2) if wanted > 1 else score.max(2, keepdim=True)
         keys = score // self.size  # [lanes, ends, wanted]
         found = (
             runs[:, 0].gather(1, where.flatten(1)[..., None].expand(-1, -1, width)).view(lanes, count, wanted, width)

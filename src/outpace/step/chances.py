@@ -18,7 +18,9 @@ KNOTS = 16  # of a curve
 HALVING = 2  # knots for each halving of the chance
 PRIOR = 8.0  # what a source says counts as so many guesses
 MEMORY = 2048.0  # so many guesses at a knot are remembered; older ones fade
+NEWS = 256  # guesses that are counted until a table is worth being made anew
 MOST = 0.98  # nothing is believed more
+SOURCES = 256  # there are fewer, all of a tree together
 VERSION = 1
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -40,7 +42,7 @@ class Chances:
         self.right: Counts = np.zeros((len(self.names), KNOTS))
         self.counted = 0  # guesses, since it was made
 
-    def count(self, sources: Sequence[int], knots: Sequence[int], right: Sequence[bool]) -> None:
+    def count(self, sources: Any, knots: Any, right: Sequence[bool]) -> None:
         """Guesses of these sources, said to be as likely as these knots, were right or not."""
         at = (self._rows[np.asarray(sources, dtype=np.int64)], np.asarray(knots, dtype=np.int64))
         np.add.at(self.offered, at, 1.0)
@@ -49,6 +51,17 @@ class Chances:
         fading = np.minimum(1.0, MEMORY / np.maximum(self.offered, 1.0))
         self.offered *= fading
         self.right *= fading
+
+    def learn(self, said: Sequence[int], path: Sequence[int]) -> bool:
+        """Learn from a tree: what was said of each row (source + SOURCES × knot), and which rows were accepted.
+
+        The first row is no guess. Says whether enough is new for the table to be told.
+        """
+        numbers = np.asarray(said[1:], dtype=np.int64)
+        accepted = {*path}
+        before = self.counted // NEWS
+        self.count(numbers % SOURCES, numbers // SOURCES, [row in accepted for row in range(1, len(said))])
+        return self.counted // NEWS > before
 
     def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """[sources, knots] the logarithms of what to believe. It never rises from a knot to a less likely one."""

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from ..models.best import find_best
 from ..models.launching import early
-from .chances import HALVING, KNOTS
+from .chances import HALVING, KNOTS, SOURCES
 from .choosing import Choices
 from .lanes import Lanes
-from .nodes import DEEPER, LATER, MUST, NEVER, SOURCES, Nodes, Rows, whole
+from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows, whole
 from .texts import Texts
 from .walking import Walk
 

@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .chances import HALVING, KNOTS
+from .chances import HALVING, KNOTS, SOURCES
 
 NEVER = -torch.inf
 MUST = 1e4  # more than any logarithm of a chance takes away
 DEEPER = 2.0**-12  # taken off a chance for each token of depth, so that no child ranks beside its parent
-SOURCES = 256  # there are fewer, all of a program together
 LATER = 2.0**-8  # the same for probes, by their order
 
 
@@ -101,9 +100,8 @@ def plant(
     chances = torch.cat([offer.chances for offer in offers], 1)
     sizes = [offer.tokens.shape[1] for offer in offers]
     sources = torch.cat([whole(offer.sources, offer.tokens) for offer in offers], 1)
-    probes = _marks([offer.probe for offer in offers], sizes, device).bool()
-    accepted = _marks([offer.accepted for offer in offers], sizes, device).bool()
-    place = torch.arange(count, device=device)
+    probes = _marks([offer.probe for offer in offers], sizes, device)
+    probing = any(offer.probe for offer in offers)
 
     chances = chances.masked_fill(depths > room[:, None], NEVER)
     if table is not None:
@@ -112,22 +110,27 @@ def plant(
     if gate > 0:
         best = chances.masked_fill(probes, NEVER).amax(1, keepdim=True)
         chances = torch.where(probes | (best.exp() >= gate), chances, NEVER)
-    keys = chances + torch.where(probes, MUST - place * LATER, -depths * DEEPER)
+    keys = depths * -DEEPER
+    if probing:
+        keys = torch.where(probes, MUST - torch.arange(count, device=device) * LATER, keys)
+    keys, order = (chances + keys).sort(dim=1, descending=True, stable=True)
+    # Of nodes with the same path the first is left.
     hashes = paths.gather(2, depths[..., None])[..., 0]
-    # Of nodes with the same path one is left: the first of those with the highest key.
-    same = hashes[:, :, None] == hashes[:, None, :]
-    higher = keys[:, None, :] > keys[:, :, None]
-    tied = (keys[:, None, :] == keys[:, :, None]) & (place < place[:, None])
-    there = chances > NEVER
-    keys = keys.masked_fill((same & (higher | tied)).any(2), NEVER)
-    accepted = (same & (accepted & there)[:, None, :]).any(2)
-    keys, taken = keys.sort(dim=1, descending=True, stable=True)
-    keys, taken = keys[:, : most - 1], taken[:, : most - 1]
-    if any(offer.probe for offer in offers):  # guesses come first, and with them what is a guess and a probe
-        guesses = (same & (~probes & there)[:, None, :]).any(2)
-        first = guesses.gather(1, taken) & (keys > NEVER)
-        order = first.int().argsort(dim=1, descending=True, stable=True)
-        keys, taken = keys.gather(1, order), taken.gather(1, order)
+    ranked = hashes.gather(1, order)
+    same = ranked[:, :, None] == ranked[:, None, :]
+    there = keys > NEVER
+
+    def common(marks: torch.Tensor) -> torch.Tensor:
+        """[lanes, nodes] whether some node with the same path has the mark."""
+        found = (same & (marks[order] & there)[:, None, :]).any(2)
+        return torch.empty_like(found).scatter_(1, order, found)
+
+    keys, left = keys.masked_fill(same.tril(-1).any(2), NEVER).sort(dim=1, descending=True, stable=True)
+    keys, taken = keys[:, : most - 1], order.gather(1, left[:, : most - 1])
+    if probing:  # guesses come first, and with them what is a guess and a probe
+        first = common(~probes).gather(1, taken) & (keys > NEVER)
+        front = first.int().argsort(dim=1, descending=True, stable=True)
+        keys, taken = keys.gather(1, front), taken.gather(1, front)
     taken = F.pad(taken, (0, rows - 1 - taken.shape[1]))
     keys = F.pad(keys, (1, rows - 1 - keys.shape[1]), value=NEVER)  # row 0 is no node
     valid = keys > NEVER
@@ -135,19 +138,15 @@ def plant(
         likely = torch.where(valid & (keys < MUST / 2), (keys.clamp(max=0)).exp(), 0.0)
         worth = (1.0 + likely.cumsum(1))[:, :most] / prices[:most]
         valid &= (torch.arange(rows, device=device) <= worth.argmax(1, keepdim=True)) | (keys >= MUST / 2)
-        if any(offer.probe for offer in offers):  # they move up to where guesses were left out
-            order = valid[:, 1:].int().argsort(dim=1, descending=True, stable=True)
-            taken, valid[:, 1:] = taken.gather(1, order), valid[:, 1:].gather(1, order)
+        if probing:  # they move up to where guesses were left out
+            front = valid[:, 1:].int().argsort(dim=1, descending=True, stable=True)
+            taken, valid[:, 1:] = taken.gather(1, front), valid[:, 1:].gather(1, front)
     valid[:, 0] = True
 
-    def of_rows(values: torch.Tensor, root: torch.Tensor | int) -> torch.Tensor:
-        """[lanes, rows] a value of each node for the rows that took them."""
-        picked = F.pad(values.gather(1, taken), (1, 0))
-        picked[:, 0] = root
-        return picked * valid
-
-    tokens, depths = of_rows(tokens, roots), of_rows(depths, 0)
-    hashes = of_rows(hashes, 0)
+    of_nodes = torch.stack([tokens, depths, hashes, sources], 1)
+    of_rows = F.pad(of_nodes.gather(2, taken[:, None].expand(-1, 4, -1)), (1, 0))
+    of_rows[:, 0, 0] = roots
+    tokens, depths, hashes, sources = (of_rows * valid[:, None]).unbind(1)
     ways = F.pad(paths.gather(1, taken[..., None].expand(-1, -1, deepest)), (0, 0, 1, 0))  # [lanes, rows, deepest]
     above = ways.gather(2, (depths - 1).clamp(min=0)[..., None])  # the hash of the parent
     known = torch.where(valid, hashes, 1)  # rows that fill up are nobody's parent
@@ -155,7 +154,11 @@ def plant(
     at = depths[:, None, :].expand(-1, rows, -1)
     sees = (ways.gather(2, at) == known[:, None, :]) & (at <= depths[..., None]) & valid[..., None]
     sees |= torch.eye(rows, dtype=torch.bool, device=device)
-    return Rows(tokens, parents, depths, sees, valid, of_rows(accepted.long(), 1).bool(), of_rows(sources, 0), hashes)
+    accepted = valid
+    if not all(offer.accepted for offer in offers):
+        accepted = common(_marks([offer.accepted for offer in offers], sizes, device)).gather(1, taken)
+        accepted = F.pad(accepted, (1, 0), value=True) & valid
+    return Rows(tokens, parents, depths, sees, valid, accepted, sources, hashes)
 
 
 def _bare(roots: torch.Tensor, rows: int) -> Rows:
@@ -174,9 +177,7 @@ def whole(sources: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _marks(values: Sequence[bool], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     """[nodes] a value of each offer, for its nodes."""
-    return torch.cat(
-        [torch.full((size,), int(value), device=device) for value, size in zip(values, sizes, strict=True)]
-    )
+    return torch.cat([torch.full((size,), value, device=device) for value, size in zip(values, sizes, strict=True)])
 
 
 def knots_of(chances: torch.Tensor) -> torch.Tensor:
