@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import Auto, Autoregressive, Decoder, InputError, OutpaceWarning, Sampling
+from outpace import Auto, Autoregressive, CostCurve, Decoder, InputError, Lookahead, OutpaceWarning, Sampling
+from outpace.methods import auto
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
@@ -192,6 +194,33 @@ def test_what_cannot_be_stored_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.warns(OutpaceWarning, match="could not be written"):
         decoder.generate(prompt_of(0), method=Auto(heads=False), max_new_tokens=20)
     decoder.generate(prompt_of(1), method=Auto(heads=False), max_new_tokens=20)  # warnings are errors here
+
+
+@pytest.mark.parametrize("heads", [None, "medusa", "hydra", "amphista"])
+def test_where_the_host_drafts_each_text_is_plain_decodings(heads: str | None) -> None:
+    model = tiny("Llama")
+    decoder = Decoder(model, method=Auto(heads=random_heads(heads, model) if heads else False, rows=16))
+    prompts = [prompt_of(seed) for seed in range(3)]
+    found = decoder.generate(prompts, sampling=SAMPLINGS, max_new_tokens=40)
+    for result, prompt, sampling in zip(found, prompts, SAMPLINGS, strict=True):
+        alone = decoder.generate(prompt, method=Autoregressive(), sampling=sampling, max_new_tokens=40)
+        assert result.token_ids == alone.token_ids
+    assert decoder.engine.costs is None  # others draft as before
+    assert decoder.engine.pool.held == 0
+
+
+def test_bold_drafts_are_given_up_where_they_bring_less_than_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = CostCurve({}, (1, 2, 64), (64,), ((1.0, 1.0, 1.1),))  # rows cost little, so the window is wide
+    monkeypatch.setattr(auto, "glance", lambda engine: curve)
+    decoder = Decoder(tiny("Llama"), method=Auto(heads=False))
+    steps = list(decoder.stream(prompt_of(3), max_new_tokens=60))
+    assert max(len(step.draft) for step in steps) > 40
+    dear = CostCurve({}, (1, 2, 64), (64,), ((1.0, 9.0, 99.0),))
+    decoder.engine.notes[Auto].costs = replace(curve, seconds=dear.seconds)
+    monkeypatch.setattr(Auto, "_alone", lambda self, costs: Lookahead(window=7, ngram=4, guesses=7))
+    steps = list(decoder.stream(prompt_of(3), max_new_tokens=60))
+    assert min(len(step.draft) for step in steps[:16]) > 1
+    assert all(len(step.draft) == 1 for step in steps[16:])
 
 
 def test_models_that_compute_chains_only_and_bad_settings() -> None:

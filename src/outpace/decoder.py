@@ -14,7 +14,7 @@ from .batch import MOST, Event, Request, Writing
 from .draft import Step
 from .errors import BatchError, InputError, ModelError, OutpaceError
 from .loop import decode
-from .methods import Method, default_method, make
+from .methods import DEFAULT, Method, make
 from .models.adapter import Model
 from .models.defaults import Defaults
 from .models.hf import HFModel
@@ -144,7 +144,7 @@ class Decoder:
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
         self._defaults = Defaults(model, self.ends, adapted.device)
-        self.method = self.prepare(method or default_method(cpu=self._cpu), **settings)
+        self.method = self.prepare(method or DEFAULT, **settings)
 
     @property
     def _cpu(self) -> bool:

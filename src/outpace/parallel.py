@@ -35,7 +35,7 @@ from .decoder import DEFAULT_MODEL, Batch, Decoder
 from .decoder import load as load_decoder
 from .draft import NOTHING, Draft, Scores, Step, chain
 from .errors import InputError, InvalidLogits, RankError
-from .methods import Method
+from .methods import DEFAULT, Method
 from .picking import Picker
 from .pool import Sequence as Text
 from .runtime.plain import Asking, Engine, See
@@ -266,7 +266,8 @@ class ParallelEngine(Engine):
 class ParallelDecoder(Decoder):
     """A decoder that writes together with those of the other ranks. All must be asked for the same, in the same order.
 
-    Lookahead and prompt-lookup can be dealt out. A user's logits processors cannot, because they may keep state.
+    Lookahead and prompt-lookup can be dealt out; without a method it is lookahead. A user's logits processors cannot,
+    because they may keep state.
     """
 
     def __init__(self, decoder: Decoder, ranks: Ranks) -> None:
@@ -275,7 +276,7 @@ class ParallelDecoder(Decoder):
         self.engine = ParallelEngine(decoder.engine, ranks)
         model = decoder.model
         with ranks.telling():
-            self.method = self.prepare(decoder.method)
+            self.method = self.prepare("lookahead" if decoder.method.name == DEFAULT else decoder.method)
             ranks.compare(
                 Stage.JOINING,
                 version_of_Outpace=__version__,

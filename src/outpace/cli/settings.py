@@ -54,11 +54,11 @@ def choose_heads(kinds: Sequence[str], settings: Iterable[str]) -> dict[str, dic
 
 
 def _chosen(name: str | None, settings: Mapping[str, str], device: str | None) -> Chosen:
-    from ..methods import METHODS, default_method, make
+    from ..methods import DEFAULT, METHODS, make
     from ..models.loading import resolve_device
 
     cpu = resolve_device(device).type == "cpu"
-    name = name or default_method(cpu=cpu)
+    name = name or DEFAULT
     given = _typed(name, settings, METHODS.get(name))
     make(name, cpu=cpu, costs=None, **given)
     return name, given

@@ -16,6 +16,7 @@ from .lookahead import Lookahead
 from .medusa import Medusa
 from .prompt_lookup import PromptLookup
 
+DEFAULT = "auto"
 METHODS: dict[str, type[Method]] = {
     method.name: method
     for method in (
@@ -48,11 +49,6 @@ ON_CPU: dict[str, dict[str, object]] = {
 }
 
 
-def default_method(*, cpu: bool) -> str:
-    """The method that is quickest on most prompts: on a CPU the one that drafts only where it expects to win."""
-    return "prompt-lookup" if cpu else "lookahead"
-
-
 def make(name: str, *, cpu: bool = False, costs: CostCurve | None = None, **settings: object) -> Method:
     """A method by name, with settings. Those not given suit the measured costs; without, a GPU, or with `cpu` a CPU.
 
@@ -74,6 +70,7 @@ def make(name: str, *, cpu: bool = False, costs: CostCurve | None = None, **sett
 
 
 __all__ = [
+    "DEFAULT",
     "METHODS",
     "ON_CPU",
     "ON_GPU",
@@ -91,6 +88,5 @@ __all__ = [
     "PromptLookup",
     "SelfSpeculative",
     "UnverifiedAdaDecode",
-    "default_method",
     "make",
 ]

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..draft import Draft, Scores, Verdict
 from ..errors import InputError
 from ..models.adapter import Model
-from ..runtime.calibrate import remembered
-from ..runtime.plain import Engine
+from ..picking import Picker
+from ..pool import Sequence as Text
+from ..runtime.calibrate import glance, remembered
+from ..runtime.costs import CostCurve, Prices
+from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
 from ..sources.heads import likely_paths
 from ..sources.history import PLACES, History
 from ..sources.recycle import Recycle
-from .base import Method
-from .headed import REACH, Ready, check_width, guesses_of, load_heads, shipped
+from .amphista import Amphista
+from .base import Drafter, Method
+from .headed import REACH, Headed, Ready, check_width, guesses_of, load_heads, shipped
+from .hydra import Hydra
+from .lookahead import Lookahead
+from .medusa import Medusa
 from .prompt_lookup import PromptLookup
 
 LONGEST = 16  # tokens of the text's end that are looked for in it
@@ -25,6 +35,8 @@ FLOOR = 0.02  # the least chance of a guess that the text repeats itself
 RANKS = 8  # next tokens that are remembered after each token
 RUNNERS = 7  # of what the model ranked behind the text's last token
 SIZES = (1, 16)  # rows of a step, besides the most
+TRIAL, FADING, FOREVER = 16, 0.1, 10**9  # steps until bold drafts may be given up; how quickly their gains follow
+HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista)}
 NODES = 256  # guesses that are considered: so many are planted quickly
 
 
@@ -80,3 +92,57 @@ class Auto(Method):
             return found
 
         return Plan(sources, self.rows, sizes=SIZES, learned=partial(remembered, engine))
+
+    def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
+        """Where the host drafts: as the best single method does, sized by what steps cost here."""
+        engine = _priced(engine)
+        bold = self._alone(engine.costs).start(engine, sequence, picker)
+        if engine.costs is None:
+            return bold
+        return _Drafter(bold, lambda: PromptLookup().start(engine, sequence, picker), engine.costs.price)
+
+    def _alone(self, costs: CostCurve | None) -> Method:
+        """The single method that is best where steps cost so much."""
+        if self.heads:
+            return HEADED[self.heads.heads.kind](heads=self.heads, rows=self.rows)
+        if costs is None:
+            return Lookahead(window=7, ngram=4, guesses=7)
+        sizes = sorted(Lookahead.sizes, key=lambda size: size.tokens / costs.price(size.rows))
+        return Lookahead(**sizes[-1].settings)  # type: ignore[arg-type]
+
+
+def _priced(engine: Engine) -> Engine:
+    """The engine, with what steps cost: on a CPU that is measured before the first text."""
+    if engine.costs is not None or engine.model.device.type != "cpu":
+        return engine
+    priced: Engine | None = engine.notes.get(Auto)
+    if priced is None:
+        priced = engine.notes[Auto] = copy(engine)
+        priced.costs = glance(engine)
+    return priced
+
+
+class _Drafter(Drafter):
+    """Drafts boldly, and where that brings less than it costs, only what is likely to pay."""
+
+    def __init__(self, bold: Drafter, careful: Callable[[], Drafter], price: Prices) -> None:
+        super().__init__(bold.engine, bold.sequence, bold.picker)
+        self.inner, self.careful, self.price = bold, careful, price
+        self.steps, self.tokens, self.cost = 0, 0.0, 0.0
+
+    def drafting(self, room: int) -> Asking[Draft]:
+        return self.inner.drafting(room)
+
+    def score(self, draft: Draft) -> Asking[Scores]:
+        return self.inner.score(draft)
+
+    def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        self.inner.learn(draft, scores, verdict)
+        self.steps += 1
+        self.tokens += FADING * (len(verdict.tokens) - self.tokens)
+        self.cost += FADING * (self.price(len(draft)) - self.cost)
+        if self.steps >= TRIAL and self.tokens < self.cost:
+            self.inner, self.steps = self.careful(), -FOREVER
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)

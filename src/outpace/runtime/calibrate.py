@@ -27,6 +27,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 1024)
 SEGMENTS = 4
 REPEATS = 7
+FEW, GLANCED = (1, 2, 4, 8, 16), 64  # rows and length of text, for a glance
 NEWS = 2048  # guesses that are counted until the counts are stored again
 
 
@@ -106,17 +107,42 @@ def measure(
     for index, length in enumerate(contexts):
         tokens = [token % engine.model.vocabulary for token in range(length + 1)]
         with engine.turns, engine.pool.sequence(tokens) as text:
-            times: dict[int, list[float]] = {count: [] for count in rows}
-            for turn in range(repeats + 1):
-                for count in rows:
-                    spent = _step(engine, text, _comb(text.tokens[-1], count))
-                    if turn:  # the first warms up: it computes the text, compiles and captures
-                        times[count].append(spent)
-                done((index + (turn + 1) / (repeats + 1)) / len(contexts))
-            seconds.append(tuple(statistics.median(times[count]) for count in rows))
+            seconds.append(
+                _steps(engine, text, rows, repeats, lambda part, index=index: done((index + part) / len(contexts)))  # type: ignore[misc]
+            )
             if index == 0:
                 segments = _segments(engine, text, repeats)
     return CostCurve(about(engine), tuple(rows), tuple(contexts), tuple(seconds), segments)
+
+
+def glance(engine: Engine) -> CostCurve:
+    """A curve from a few short steps: for those who did not ask for it, in about the time of twenty tokens.
+
+    Whoever calls has the turn.
+    """
+    length = min(GLANCED, engine.model.context - max(FEW) - 1)
+    tokens = [token % engine.model.vocabulary for token in range(length + 1)]
+    with engine.pool.sequence(tokens) as text:
+        seconds = _steps(engine, text, FEW, 2)
+    return CostCurve(about(engine), FEW, (length,), (seconds,))
+
+
+def _steps(
+    engine: Engine,
+    text: Text,
+    rows: Sequence[int],
+    repeats: int,
+    done: Callable[[float], None] = lambda share: None,
+) -> tuple[float, ...]:
+    """Seconds of steps behind a text, by rows."""
+    times: dict[int, list[float]] = {count: [] for count in rows}
+    for turn in range(repeats + 1):
+        for count in rows:
+            spent = _step(engine, text, _comb(text.tokens[-1], count))
+            if turn:  # the first warms up: it computes the text, compiles and captures
+                times[count].append(spent)
+        done((turn + 1) / (repeats + 1))
+    return tuple(statistics.median(times[count]) for count in rows)
 
 
 def _corners(engine: Engine) -> Sequence[int]:

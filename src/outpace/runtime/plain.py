@@ -85,6 +85,7 @@ class Engine:
         self.costs: CostCurve | None = None  # what steps cost, where it was measured
         self.pool = Pool(model.device)
         self.turns = Turns()  # taken for each step, whatever it runs
+        self.notes: dict[Any, Any] = {}  # what a method has found out about this engine, by whose it is
 
     def for_one_text(self, picker: Picker | None = None) -> Engine:
         """The engine to write a text with: this one, or one apart for models that see whatever the pool holds.

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from ..draft import MODEL, Draft
-from ..pool import Sequence as Text
 from ..step.chances import SOURCES
 from ..step.nodes import Nodes, Rows
 from ..step.texts import Texts
 from ..step.walking import Walk
-
-Follow: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Text], Any]"
-"""Given the states of new rows of a text, the last that are computed, the token after each, and the text."""
 
 
 class Source:
@@ -58,10 +54,6 @@ class Reading(Source):
 
         Says what the guesses behind the rows `last`, one of each text, come from.
         """
-        raise NotImplementedError
-
-    def follow(self) -> Follow:
-        """`feed` for one text whose rows are in no fixed places."""
         raise NotImplementedError
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Any, needs: frozenset[str]) -> None:

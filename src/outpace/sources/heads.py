@@ -14,12 +14,11 @@ from torch.nn import functional as F
 from ..models.fusing import Fusion
 from ..models.products import Products
 from ..picking import NOISED, Sampling, likeliest
-from ..pool import Sequence as Text
 from ..step import fused
 from ..step.choosing import Choices, gumbel, needs_of
 from ..step.nodes import NEVER, Nodes, mix
 from ..step.texts import Texts, signed
-from .base import Follow, Reading
+from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
@@ -128,16 +127,6 @@ class HeadGuesses(_Expecting):
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
         return self._fixed(*self.shared, rows, hidden, last)
 
-    def follow(self) -> Follow:
-        follower = self.heads.follow(*self.shared)
-
-        def feed(hidden: torch.Tensor, tokens: torch.Tensor, text: Text) -> torch.Tensor:
-            follower.feed(hidden, tokens, text)
-            guesses: torch.Tensor = follower.guesses()
-            return guesses[:, None]
-
-        return feed
-
     def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         ahead = texts.lengths[:, None] + torch.arange(len(fed), device=fed.device)
         tokens, chances = expected(fed.transpose(0, 1), self.top, self.coupled, ahead, texts, choices, needs)
@@ -194,9 +183,6 @@ class SequentialGuesses(_Expecting):
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
         return hidden.index_select(0, last), rows.tokens.index_select(0, last)
-
-    def follow(self) -> Follow:
-        return lambda hidden, tokens, _: (hidden[-1:], tokens[-1:])
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         hidden, newest = fed  # the newest tokens [lanes], and the states before them [lanes, width]
