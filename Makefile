@@ -9,10 +9,10 @@ demo: $(READY)
 		--set adadecode.control=fixed --set adadecode.exits=24 --page out/race.html
 
 test: $(READY)
-	$(BIN)/pytest -m "not slow" -n 2
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadgroup
 
 test-all: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -15,8 +15,6 @@ from hypothesis import settings
 
 from outpace.runtime import calibrate
 
-from . import ranks
-
 settings.register_profile("outpace", deadline=None, derandomize=True)
 settings.load_profile("outpace")
 torch.set_num_threads(1)  # a second thread is waited for, where other processes have the cores: for minutes
@@ -99,9 +97,7 @@ def build(name: str, options: dict[str, Any], seed: int, dtype: torch.dtype) -> 
     return model
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(item.path.name == "test_parallel.py" for item in session.items):
-        ranks.begin()
+def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what is imported by now stays: garbage collections need not look through it again
 

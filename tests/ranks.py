@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
 from typing import Any
 
 from torch.distributed import HashStore
@@ -18,12 +17,6 @@ from outpace.parallel import Ranks
 
 _processes = multiprocessing.get_context("forkserver")  # imports happen once, in the server
 _processes.set_forkserver_preload(["outpace.parallel", "tests.conftest", "transformers.models.llama.modeling_llama"])
-
-
-def begin() -> None:
-    """Have the server import what it will need, beside other tests. It must not tell of ranks that are lost."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    forkserver.ensure_running()
 
 
 class ThreadRanks(Ranks):
@@ -80,6 +73,7 @@ def in_threads(count: int, work: Callable[[Ranks], Any]) -> list[Any]:
 
 def in_processes(count: int, work: Callable[..., Any], *arguments: Any, wait: float = 300.0) -> list[Any]:
     """What `work(rank, *arguments)` returns or raises in each of `count` processes; None from a killed one."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the server must not tell of ranks that are lost
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

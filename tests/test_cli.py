@@ -109,9 +109,9 @@ class TestGenerate:
         assert answer["prompt_tokens"] == len("[hello]")
         assert answer["finish_reason"] in ("stop", "length")
 
-    def test_without_a_method_it_takes_the_one_that_suits_the_device(self, folder: Path) -> None:
+    def test_without_a_method_it_is_auto(self, folder: Path) -> None:
         result = outpace("generate", "hello", "--model", folder, "--device", "cpu", "--json", "--max-new-tokens", 3)
-        assert json.loads(result.stdout)["method"] == "prompt-lookup"
+        assert json.loads(result.stdout)["method"] == "auto"
 
     def test_streams_the_text_and_sums_up_on_standard_error(self, folder: Path) -> None:
         text = json.loads(generate(folder, "--max-new-tokens", 12, "--json").stdout)["text"]

@@ -194,13 +194,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         replace(FLAT, about={"model": "m"}).save(tmp_path / "file")
 
 
+FREE = ("jacobi", "prompt-lookup", "lookahead", "self-speculative", "auto")  # methods that need nothing trained
+
+
 def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.bench.calibration.measure", lambda engine, done: FLAT)
     decoder = Decoder(tiny("Llama"))
     shares: list[float] = []
     curve = calibrate(decoder, shares.append)
     assert decoder.engine.costs == curve
-    assert set(curve.drafting) == set(curve.paces) == {"jacobi", "prompt-lookup", "lookahead", "self-speculative"}
+    assert set(curve.drafting) == set(curve.paces) == {*FREE}
     assert all(pace > 0 for pace in curve.paces.values())
     assert shares == sorted(shares)
     assert shares[-1] == 1

@@ -49,6 +49,8 @@ from .ranks import in_processes, in_threads
 from .test_cli import folder, generate  # noqa: F401 (a fixture)
 from .test_lossless import prompt_of
 
+pytestmark = pytest.mark.xdist_group("ranks")  # in one process, so that no two take the same port
+
 METHODS: list[Method] = [
     Autoregressive(),
     Lookahead(),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..draft import Draft, Scores, Verdict
-from ..errors import InputError
+from ..errors import InputError, UnsupportedModel
 from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence as Text
@@ -68,7 +68,7 @@ class Auto(Method):
         if isinstance(self.heads, Ready) or self.heads is False:
             return self
         if self.heads is None:
-            return replace(self, heads=shipped("amphista", model) or False)
+            return replace(self, heads=_found(model) or False)
         ready = load_heads(self.name, self.heads, model)
         check_width(self.name, ready.heads, model)
         return replace(self, heads=ready)
@@ -109,6 +109,14 @@ class Auto(Method):
             return Lookahead(window=7, ngram=4, guesses=7)
         sizes = sorted(Lookahead.sizes, key=lambda size: size.tokens / costs.price(size.rows))
         return Lookahead(**sizes[-1].settings)  # type: ignore[arg-type]
+
+
+def _found(model: Model) -> Ready | None:
+    """The heads that come with Outpace for the model."""
+    try:
+        return shipped("amphista", model)
+    except UnsupportedModel:  # it has no hidden states that heads could read
+        return None
 
 
 def _priced(engine: Engine) -> Engine:

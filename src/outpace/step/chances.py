@@ -31,7 +31,7 @@ class Chances:
 
     >>> chances = Chances(["model", "lookup"])
     >>> chances.count([1] * 100, [0] * 100, [True] * 30 + [False] * 70)
-    >>> float(np.exp(chances.table()[1, 0]).round(2))
+    >>> round(float(np.exp(chances.table()[1, 0])), 2)
     0.35
     """
 
