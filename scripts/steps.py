@@ -8,6 +8,8 @@
 DIR and FILE are as in gpu_session.py. `--times 8` widens the embedded model to 7.25 billion weights; 1 leaves it as it
 is, and then it may be any model. `--host` also runs every method the other way, with the host between draft, score and
 verdict. All entries take turns on each prompt, in one process.
+
+Without a GPU there is `auto` alone, in float32: `--times 1 --runtime plain` or compiled.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
         assemble(arguments.gguf, Path(arguments.model))
     small = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    if not torch.cuda.is_available():
+        decoder = Decoder(small, tokenizer, Autoregressive(), runtime=arguments.runtime)
+        free = {"plain": Autoregressive(), "auto": Auto(), "auto without heads": Auto(heads=False)}
+        return decoder, {name: decoder.prepare(method) for name, method in free.items()}, {}
     narrow = HFModel(small, check=False)
     heads: dict[str, Ready] = {}
     for kind in ("medusa", "amphista"):
@@ -205,6 +211,12 @@ def profile(engine: GraphEngine, methods: dict[str, Method], prompt: list[int]) 
             print(f"   {sum(times):8.0f} us {len(times):5d} x  {kernel[:110]}")
 
 
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def auto(arguments: argparse.Namespace) -> None:
     """Each method beside plain decoding on every prompt: all tokens of a task, and the worst prompt.
 
@@ -216,7 +228,7 @@ def auto(arguments: argparse.Namespace) -> None:
     how = Sampling(temperature=arguments.temperature)
     options: dict[str, Any] = {"max_new_tokens": arguments.tokens, "sampling": how}
     for method in methods.values():
-        for size in (3, 12, 28, 60, 120, 250, 380, 500, 760):
+        for size in (3, 12, 28, 60, 120, 250, 380, 500, 760) if torch.cuda.is_available() else (12,):
             decoder.generate([1] * size, method=method, max_new_tokens=8, sampling=how)
     tasks: dict[tuple[str, str], list[float]] = {}
     worst: dict[str, list[tuple[float, str]]] = {name: [] for name in methods}
@@ -227,12 +239,12 @@ def auto(arguments: argparse.Namespace) -> None:
             continue
         base = 0.0
         for name, method in methods.items():
-            torch.cuda.synchronize()
+            synchronize()
             start, times, written = time.perf_counter(), [], 0
             for step in decoder.stream(prompt, method=method, **options):
                 written += len(step.tokens)
                 times.append((written, time.perf_counter() - start))
-            torch.cuda.synchronize()
+            synchronize()
             tasks.setdefault((question["task"], name), []).extend([written, time.perf_counter() - start])
             counted[name][0] += written
             counted[name][1] += len(times)
@@ -257,7 +269,8 @@ def auto(arguments: argparse.Namespace) -> None:
     table.add_row("all", *(f"{total[name] / total['plain']:.2f}" for name in names))
     table.add_row("tokens/s", *(f"{total[name]:.0f}" for name in names))
     table.add_row("tokens a step", *(f"{counted[name][0] / max(counted[name][1], 1):.2f}" for name in names))
-    table.add_row("worst prompt", *(f"{min(worst[name])[0]:.2f} {min(worst[name])[1]}" for name in names))
+    if all(worst.values()):
+        table.add_row("worst prompt", *(f"{min(worst[name])[0]:.2f} {min(worst[name])[1]}" for name in names))
     CONSOLE.print(f"times {arguments.times}, T = {arguments.temperature}, plain = 1", table)
 
 
@@ -359,6 +372,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--only", nargs="+", help="plain, and methods that begin so")
+    parser.add_argument("--runtime", default="plain", help="without a GPU")
     parser.add_argument("--temperature", type=float, default=0.0, help="for auto")
     parser.add_argument("--host", action="store_true", help="also with the host between the verbs of a step")
     parser.add_argument("--profile", action="store_true", help="list the kernels of each step")

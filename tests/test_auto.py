@@ -163,6 +163,20 @@ def test_steps_have_one_row_where_guesses_never_pay(monkeypatch: pytest.MonkeyPa
     assert sum(len(step.draft) == 1 for step in steps) > 0.8 * len(steps)
 
 
+def test_a_result_says_what_guesses_came_to() -> None:
+    model = tiny("Llama")
+    for decoder in (decoder_of(model), Decoder(model)):
+        result = decoder.generate(prompt_of(2), method=Auto(heads=False, rows=8), max_new_tokens=40)
+        assert result.rows == result.steps + sum(result.offered.values())
+        assert sum(result.accepted.values()) == sum(source != "model" for source in result.sources)
+        assert all(result.accepted[name] <= result.offered[name] for name in result.accepted)
+        assert result.times_plain is not None
+        assert result.times_plain > 0
+        assert result.to_json()["offered"] == result.offered
+    plain = decoder.generate(prompt_of(2), method=Autoregressive(), max_new_tokens=4)
+    assert (plain.rows, plain.offered, plain.times_plain) == (4, {}, None)
+
+
 def test_what_was_learnt_is_stored_and_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(calibrate, "folder", lambda: tmp_path)
     monkeypatch.setattr(calibrate, "NEWS", 1)

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 from .batch import MOST, Event, Request, Writing
-from .draft import Step
+from .draft import MODEL, Step
 from .errors import BatchError, InputError, ModelError, OutpaceError
 from .loop import decode
 from .methods import DEFAULT, Method, make
@@ -46,6 +46,10 @@ class Result:
     sources: list[str] = field(default_factory=list)  # for each token, the guess that the target agreed with
     accepted_per_step: list[int] = field(default_factory=list)
     seconds: float = 0.0  # in a batch: until its end, the work for others included
+    rows: int = 0  # that the model computed in all steps
+    offered: dict[str, int] = field(default_factory=dict)  # guesses among them, by source
+    seconds_by_part: dict[str, float] = field(default_factory=dict)  # draft, score, verify, learn
+    cost: tuple[float, float] = (0.0, 0.0)  # of all steps, and of one row for each token, where they are known
     finish_reason: str | None = None
     error: Exception | None = None  # what ended a text of a batch; its finish_reason is "error" then
 
@@ -69,6 +73,20 @@ class Result:
         """Speed, the prompt's time included."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def accepted(self) -> dict[str, int]:
+        """The guesses that the target agreed with, by source."""
+        return {name: self.sources.count(name) for name in dict.fromkeys(self.sources) if name != MODEL}
+
+    @property
+    def times_plain(self) -> float | None:
+        """The speed beside plain decoding's, as the cost of a step with one row has it; None where it is not known.
+
+        The prompt's time is left out.
+        """
+        steps, plain = self.cost
+        return plain / steps if steps else None
+
     def follow(self, stream: Iterator[Step]) -> Iterator[Step]:
         """Pass steps on, counted and timed. The time that the receiver takes for a step is not counted."""
         while True:
@@ -87,6 +105,14 @@ class Result:
         self.sources += step.sources
         self.accepted_per_step.append(len(step.tokens))
         self.finish_reason = step.finish
+        self.rows += len(step.draft)
+        for source in step.draft.sources[1:]:
+            self.offered[source] = self.offered.get(source, 0) + 1
+        for part, seconds in step.seconds.items():
+            self.seconds_by_part[part] = self.seconds_by_part.get(part, 0.0) + seconds
+        if step.cost is not None:
+            spent, single = step.cost
+            self.cost = (self.cost[0] + spent, self.cost[1] + single * len(step.tokens))
 
     def to_json(self) -> dict[str, object]:
         """The result as plain values: what `outpace generate --json` prints."""
@@ -105,6 +131,11 @@ _JSON = (
     "method",
     "finish_reason",
     "accepted_per_step",
+    "rows",
+    "offered",
+    "accepted",
+    "times_plain",
+    "seconds_by_part",
     "lossless",
 )
 

@@ -254,3 +254,4 @@ class Step:
     finish: str | None  # why the text ends here: "stop", "length", or None
     seconds: dict[str, float] = field(default_factory=dict)  # time by verb: draft, score (others' too), verify, learn
     text: str = ""  # the new text, where a Decoder made the step
+    cost: tuple[float, float] | None = None  # of this step, and of one with a single row, where both are known

@@ -104,7 +104,9 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
         clock.lap("verify")
         drafter.learn(draft, scores, verdict)
         clock.lap("learn")
-        yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
+        costs = drafter.engine.costs
+        cost = (costs.price(len(draft)), 1.0) if costs else None
+        yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps, cost=cost)
 
 
 def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
@@ -139,7 +141,8 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
                 )
             verdict = Verdict(stepped.rows[:count], stepped.tokens[:count])
             draft = stepped.draft
-            yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps)
+            sources = _sources(draft, verdict)
+            yield Step(verdict.tokens, sources, draft, verdict.rows, finish, clock.laps, cost=stepped.cost)
     finally:
         program.close(place)
 

@@ -48,6 +48,7 @@ class Stepped(NamedTuple):
     tokens: tuple[int, ...]  # the target's choice after each
     draft: Draft
     fault: bool  # after these tokens the target had nothing to choose
+    cost: tuple[float, float] | None  # milliseconds of this step, and of one with a single row, where they are known
 
 
 class Place:
@@ -243,10 +244,11 @@ class Program:
             self._flying.append(self._launch())
         numbers = flight.read()
         self.sizes.timed(flight.kind, flight.ms())
+        cost = self.sizes.costs(flight.kind, (flight.kind[0], 1, *flight.kind[2:]))
         for lane, place in flight.places.items():
             if place.ended:
                 continue
-            stepped = self._unpack(numbers[lane], flight.size)
+            stepped = self._unpack(numbers[lane], flight.size)._replace(cost=cost)
             place.add(stepped, flight.rows)
             if stepped.tokens or stepped.fault:
                 place.steps.append(stepped)
@@ -324,7 +326,7 @@ class Program:
         draft = drafted(self.names, row_tokens, parents, said, marks)
         if self.chances is not None and self.chances.learn(said[: len(draft)], path[:count]):
             self._believe()
-        return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0)
+        return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0, None)
 
 
 class _Flight:

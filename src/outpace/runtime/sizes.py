@@ -68,6 +68,11 @@ class Sizes:
         elif ms < 1.5 * known:
             self._ms[key] = known + TIMING * (ms - known)
 
+    def costs(self, kind: Hashable, other: Hashable) -> tuple[float, float] | None:
+        """Milliseconds of steps of these two kinds; None where one is not known."""
+        spent, single = self._ms.get(kind), self._ms.get(other)
+        return None if spent is None or single is None else (spent, single)
+
     def choose(self, texts: Sequence[Gains], kinds: Sequence[tuple[int, Hashable]]) -> int:
         """Which of these numbers of rows, each with the kind of step that it makes, comes next for all texts."""
         most = max(rows for rows, _ in kinds)
