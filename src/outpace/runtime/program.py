@@ -440,7 +440,8 @@ class _Whole(_Trees):
         """The rows of the step, from what all sources guess, where the model reads them."""
         program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
         sources = program.sources if self.most > 1 else []
-        room = model.rooms(lanes.lengths - 1) if sources else lanes.lengths
+        asked = any(source.asks_room for source in sources) or (sources and not self.fused)
+        room = model.rooms(lanes.lengths - 1) if asked else lanes.lengths
         offers = [nodes for source in sources for nodes in self._guesses(source, room)]
         how = (plan.gate, plan.prices)
         if self.fused:

@@ -23,6 +23,7 @@ class Source:
     deepest: int  # how far ahead its guesses reach
     nodes: int  # how many it offers at most, probes included
     probes: int = 0  # how many of them must be computed
+    asks_room: bool = False  # whether it needs to know how deep guesses may be
     state: Sequence[torch.Tensor] = ()  # [lanes, ...] all that it remembers of texts
 
     @property
@@ -67,6 +68,7 @@ class Reading(Source):
 class Climbing(Source):
     """A source that has the target's first layers compute rows of its own while it guesses, in place of `guess`."""
 
+    asks_room = True
     layer: int  # so many layers
     asks: Sequence[int]  # how many rows of each lane it asks for, time after time
 

@@ -52,6 +52,7 @@ class Window(Source):
     """The window, and the pool of n-grams that come of it."""
 
     names = ("window", "n-gram")
+    asks_room = True
 
     def __init__(self, settings: Settings, lanes: int, device: torch.device) -> None:
         self.settings = settings

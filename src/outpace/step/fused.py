@@ -9,14 +9,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from ..models.best import find_best
 from ..models.launching import early
 from .chances import HALVING, KNOTS, SOURCES
 from .choosing import Choices
 from .lanes import Lanes
-from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows, whole
+from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows
 from .texts import Texts
 from .walking import Walk
 
@@ -283,8 +282,7 @@ def history(
         BLOCK=1024,
         num_warps=4,
     )
-    depths = torch.arange(1, depth + 1, device=device).repeat(places).expand(lanes, -1)
-    return Nodes(tokens, depths, paths, chances, source)
+    return Nodes(tokens, _chained(places, depth, device).expand(lanes, -1), paths, chances, source)
 
 
 def ranks(
@@ -316,15 +314,40 @@ def ranks(
 
 def _joined(offers: Sequence[Nodes]) -> tuple[torch.Tensor, ...]:
     """Tokens, depths, paths, chances and sources of all offers, each [lanes, nodes, …] in one piece."""
-    deepest = max(offer.paths.shape[2] for offer in offers)
-    parts = (
-        [offer.tokens for offer in offers],
-        [offer.depths for offer in offers],
-        [F.pad(offer.paths, (0, deepest - offer.paths.shape[2])) for offer in offers],
-        [offer.chances for offer in offers],
-        [whole(offer.sources, offer.tokens) for offer in offers],
-    )
-    return tuple(part[0].contiguous() if len(part) == 1 else torch.cat(part, 1) for part in parts)
+    from . import kernels
+
+    lanes, device = len(offers[0].tokens), offers[0].tokens.device
+    sizes = [offer.tokens.shape[1] for offer in offers]
+    deepest, total, at = max(offer.paths.shape[2] for offer in offers), sum(sizes), 0
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.empty(lanes, total, *shape, dtype=dtype, device=device)
+
+    found = (numbers(), numbers(), numbers(deepest), numbers(dtype=torch.float32), numbers())
+    for offer, size in zip(offers, sizes, strict=True):
+        given = isinstance(offer.sources, torch.Tensor)
+        sources = offer.sources if isinstance(offer.sources, torch.Tensor) else offer.tokens
+        offered = (offer.tokens, offer.depths, offer.paths, offer.chances, sources)
+        parts = [part if part.stride(-1) == 1 else part.contiguous() for part in offered]
+        tokens, depths, paths, chances, sources = parts
+        kernels.join[(lanes,)](
+            *parts,
+            *(tokens.stride(0), depths.stride(0), paths.stride(0), paths.stride(1), chances.stride(0)),
+            *(sources.stride(0), *found, 0 if given else offer.sources, size, at, total),
+            NODES=_power(size),
+            FROM=paths.shape[2],
+            DEEP=deepest,
+            GIVEN=given,
+            num_warps=4,
+        )
+        at += size
+    return found
+
+
+@cache
+def _chained(chains: int, length: int, device: torch.device) -> torch.Tensor:
+    """[nodes] the depths of so many chains."""
+    return torch.arange(1, length + 1, device=device).repeat(chains)
 
 
 @cache
@@ -406,8 +429,7 @@ def ngrams(
         EARLY=early,
         num_warps=8,
     )
-    depths = torch.arange(1, length + 1, device=device).repeat(guesses).expand(lanes, -1)
-    return Nodes(tokens, depths, paths, chances, source)
+    return Nodes(tokens, _chained(guesses, length, device).expand(lanes, -1), paths, chances, source)
 
 
 def look(

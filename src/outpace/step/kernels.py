@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..models.kernels import _wait
 
-LANES_VARY = ["text_line", "nodes", "most", "count", "span"]
+LANES_VARY = ["text_line", "nodes", "most", "count", "span", "at", "total", "source"]
 ROWS_VARY = ["rows", "count", "number"]
 DIGITS = tl.constexpr(16)  # of four bits
 
@@ -22,6 +22,29 @@ def mix(tokens, depths):
     mixed = tokens * 0x1E3779B97F4A7C15 + (tokens * 0 + depths) * 0x1B873593  # in 64 bits
     mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
     return mixed ^ (mixed >> 29)
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def join(
+    tokens, depths, paths, chances, sources, token_line, depth_line, path_line, path_node, chance_line, source_line,
+    all_tokens, all_depths, all_paths, all_chances, all_sources, source, nodes, at, total,
+    NODES: tl.constexpr, FROM: tl.constexpr, DEEP: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """One lane: the nodes of one offer, whose paths have FROM hashes, into their places among all, from `at` on."""
+    lane = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    there = node < nodes
+    place = lane * total + at + node
+    tl.store(all_tokens + place, tl.load(tokens + lane * token_line + node, mask=there), mask=there)
+    tl.store(all_depths + place, tl.load(depths + lane * depth_line + node, mask=there), mask=there)
+    tl.store(all_chances + place, tl.load(chances + lane * chance_line + node, mask=there), mask=there)
+    number = tl.zeros([NODES], tl.int64) + source
+    if GIVEN:
+        number = tl.load(sources + lane * source_line + node, mask=there)
+    tl.store(all_sources + place, number, mask=there)
+    for depth in tl.static_range(DEEP):
+        way = tl.load(paths + lane * path_line + node * path_node + depth, mask=there & (depth < FROM), other=0)
+        tl.store(all_paths + place * DEEP + depth, way, mask=there)
 
 
 @triton.jit
