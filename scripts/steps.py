@@ -58,7 +58,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
     model = widen(small, arguments.times) if arguments.times > 1 else small.to("cuda", DTYPE)
     start = time.perf_counter()
     decoder = Decoder(model, tokenizer, Autoregressive())
-    decoder.generate("Hello", max_new_tokens=1)
+    decoder.generate("Hello", max_new_tokens=1, raw=not tokenizer.chat_template)
     print(f"first token {time.perf_counter() - start:.1f} s after load, compilation and capture included")
     chosen: dict[str, Method] = {
         "plain": Autoregressive(),
@@ -91,8 +91,13 @@ def prompts_of(decoder: Decoder, arguments: argparse.Namespace, each: int) -> li
     """Prompts of all tasks in turn, none too long for the first size of graphs."""
     questions = spec_bench(arguments.data, each)
     mixed = [question for first in range(each) for question in questions[first::each]]
-    prompts = [decoder.encode(question["text"]) for question in mixed]
+    prompts = [encoded(decoder, question["text"]) for question in mixed]
     return [prompt for prompt in prompts if len(prompt) + arguments.tokens < 900]
+
+
+def encoded(decoder: Decoder, text: str) -> list[int]:
+    """A prompt, as it is for base models."""
+    return [*decoder.encode(text, not decoder.tokenizer.chat_template)]
 
 
 def median_ms(run: Any, repeats: int = 20) -> float:
@@ -234,7 +239,7 @@ def auto(arguments: argparse.Namespace) -> None:
     worst: dict[str, list[tuple[float, str]]] = {name: [] for name in methods}
     counted = {name: [0, 0] for name in methods}
     for number, question in enumerate(questions):
-        prompt = decoder.encode(question["text"])
+        prompt = encoded(decoder, question["text"])
         if len(prompt) + arguments.tokens >= 900:
             continue
         base = 0.0

@@ -53,7 +53,8 @@ class Ready(NamedTuple):
 
 def shipped(kind: str, model: Model) -> Ready | None:
     """The heads of this kind that come with Outpace for the model."""
-    for folder in sorted(SHIPPED.glob(f"*/{kind}")):
+    for config in sorted(SHIPPED.glob(f"*/{kind}/config.json")):
+        folder = config.parent
         if is_for(folder, model):
             return Ready(*load(folder, model, TRAINABLE), f"{folder.parent.name}/{kind}", shipped=True)
     return None
