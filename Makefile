@@ -5,7 +5,7 @@ READY := .venv/.ready
 .PHONY: demo test test-all lint format clean
 
 demo: $(READY)
-	$(BIN)/outpace race --methods autoregressive,jacobi,prompt-lookup,lookahead,amphista,adadecode \
+	$(BIN)/outpace race --methods autoregressive,jacobi,prompt-lookup,lookahead,amphista,adadecode,auto \
 		--set adadecode.control=fixed --set adadecode.exits=24 --page out/race.html
 
 test: $(READY)

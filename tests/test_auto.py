@@ -237,6 +237,18 @@ def test_bold_drafts_are_given_up_where_they_bring_less_than_they_cost(monkeypat
     assert all(len(step.draft) == 1 for step in steps[16:])
 
 
+@pytest.mark.parametrize(("patience", "steps"), [(1e9, 15), (0.0, 5)])
+def test_a_glance_is_short_where_steps_take_long(patience: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "PATIENCE", patience)
+    engine, asked = Decoder(tiny("Llama")).engine, []
+    score = engine.score
+    monkeypatch.setattr(engine, "score", lambda text, draft: asked.append(len(draft)) or score(text, draft))
+    curve = calibrate.glance(engine)
+    assert len(asked) == steps
+    assert all(0 < seconds < float("inf") for seconds in curve.seconds[0])
+    assert engine.pool.held == 0
+
+
 def test_models_that_compute_chains_only_and_bad_settings() -> None:
     assert Decoder(tiny_chain("Bloom"), method=Auto()).method.name == "prompt-lookup"
     with pytest.raises(InputError, match="heads=True"):

@@ -30,7 +30,8 @@ from outpace.runtime import calibrate
 
 KEYS = [
     *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "tokens_per_step", "seconds"),
-    *("tokens_per_second", "method", "finish_reason", "accepted_per_step", "lossless"),
+    *("tokens_per_second", "method", "finish_reason", "accepted_per_step", "rows", "offered", "accepted"),
+    *("times_plain", "seconds_by_part", "lossless"),
 ]
 CONTEXT = 96
 END = "<end>"
@@ -106,6 +107,7 @@ class TestGenerate:
         assert answer["new_tokens"] == len(answer["token_ids"]) == sum(answer["accepted_per_step"]) <= 12
         assert answer["steps"] == len(answer["accepted_per_step"])
         assert answer["tokens_per_step"] == answer["new_tokens"] / answer["steps"]
+        assert answer["rows"] == answer["steps"] + sum(answer["offered"].values())
         assert answer["prompt_tokens"] == len("[hello]")
         assert answer["finish_reason"] in ("stop", "length")
 
@@ -288,10 +290,10 @@ class TestRace:
     def test_identical(self, folder: Path) -> None:
         result = self.run(folder)
         assert result.exit_code == 0
-        assert result.stdout.endswith("identical: 4 methods wrote the same 24 tokens\n")
-        for method in ("autoregressive", "jacobi", "prompt-lookup", "lookahead"):
+        assert result.stdout.endswith("identical: 5 methods wrote the same 24 tokens\n")
+        for method in ("autoregressive", "jacobi", "prompt-lookup", "lookahead", "auto"):
             assert f"{method}: " in result.stdout  # its settings
-        assert result.stdout.count(" identical") == 4
+        assert result.stdout.count(" identical") == 5
         assert "differs" not in result.stdout
         assert "\x1b" not in result.stdout
         assert result.stderr == ""

@@ -117,8 +117,8 @@ class TestBench:
         sampled = ("--temperature", 0.7, "--seed", 3, "--set", "lookahead.window=3")
         assert bench(wide, tmp_path / "results.json", *sampled, "--traces", tmp_path / "traces").exit_code == 0
         traces = sorted((tmp_path / "traces").iterdir())
-        assert len(traces) == 6
-        assert traces[1].name == "math-0-0-0-lookahead_window=3.json"
+        assert len(traces) == 8
+        assert traces[2].name == "math-0-0-0-lookahead_window=3.json"
         for trace in traces:
             assert outpace("verify", trace, "--device", "cpu").exit_code == 0
 
@@ -127,7 +127,7 @@ class TestBench:
         assert bench(wide, out).exit_code == 0
         runs = json.loads(out.read_text())["runs"]
         again = bench(wide, out)
-        assert "10 runs were finished before" in again.stderr
+        assert "12 runs were finished before" in again.stderr
         assert json.loads(out.read_text())["runs"] == runs
         assert_refused(bench(wide, out, "--max-new-tokens", 11), "another bench", "max_new_tokens was 10")
 

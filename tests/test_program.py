@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from outpace import (
     AdaDecode,
     Amphista,
+    Auto,
     Autoregressive,
     BatchError,
     CostCurve,
@@ -63,6 +64,7 @@ PLAIN: dict[str, Method] = {
     "prompt-lookup chain": PromptLookup(tree=False, depth=6),
     "prompt-lookup gated": PromptLookup(rows=6, gate=0.2, depth=3),
     "lookahead": Lookahead(window=3, ngram=3, guesses=3, reach=6),
+    "auto": Auto(heads=False, rows=12),
     "lookahead small": Lookahead(window=1, ngram=2, guesses=1, longest_key=1),
     "lookahead as published": Lookahead(window=2, ngram=4, guesses=2, **PUBLISHED),
     "lookahead by token": Lookahead(window=3, ngram=3, guesses=3, shift="token", reach=0, longest_key=2),
@@ -73,6 +75,7 @@ QUICK = (
     "prompt-lookup",
     "lookahead",
     "lookahead as published",
+    "auto",
     "medusa",
     "hydra",
     "amphista by a tree",
@@ -471,7 +474,7 @@ def test_where_rows_have_a_price_drafts_are_as_large_as_pays() -> None:
 
 
 @pytest.mark.parametrize(
-    "label", ["autoregressive", "jacobi", "prompt-lookup", "lookahead", "exits", "exits alone", "draft-model"]
+    "label", ["autoregressive", "jacobi", "prompt-lookup", "lookahead", "auto", "exits", "exits alone", "draft-model"]
 )
 def test_exact_mode(label: str) -> None:
     decoder = decoder_of(tiny("Llama"), exact_rows=8)

@@ -493,7 +493,7 @@ def load(
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
 
-    Without a method it takes lookahead on a GPU, and on a CPU prompt-lookup. `runtime` says how steps are executed:
+    Without a method it is `auto`. `runtime` says how steps are executed:
     "plain", "compiled", "graphs" (CUDA), or "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the
     same, bit for bit, with every method, and on a CPU in every batch. `memory` is the share of a GPU's free memory that
     the KV cache gets.

@@ -31,7 +31,7 @@ def bench(
     ),
     model: options.Model = options.DEFAULT_MODEL,
     methods: Annotated[str, typer.Option(help="Names with commas between. Plain decoding is always among them.")] = (
-        "prompt-lookup,lookahead"
+        "prompt-lookup,lookahead,auto"
     ),
     settings: Annotated[
         list[str],

@@ -40,7 +40,7 @@ def race(
     ] = PROMPT_FOR_RACE,
     model: options.Model = options.DEFAULT_MODEL,
     methods: Annotated[str, typer.Option(help="Names with commas between. The first sets the pace.")] = (
-        "autoregressive,jacobi,prompt-lookup,lookahead"
+        "autoregressive,jacobi,prompt-lookup,lookahead,auto"
     ),
     settings: Annotated[
         list[str],

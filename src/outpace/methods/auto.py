@@ -35,7 +35,8 @@ FLOOR = 0.02  # the least chance of a guess that the text repeats itself
 RANKS = 8  # next tokens that are remembered after each token
 RUNNERS = 7  # of what the model ranked behind the text's last token
 SIZES = (1, 16)  # rows of a step, besides the most
-TRIAL, FADING, FOREVER = 16, 0.1, 10**9  # steps until bold drafts may be given up; how quickly their gains follow
+TRIAL = 16  # steps until bold drafts may be given up
+FADING = 0.1  # how quickly what they are known to bring follows what they bring
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista)}
 NODES = 256  # guesses that are considered: so many are planted quickly
 
@@ -136,7 +137,7 @@ class _Drafter(Drafter):
     def __init__(self, bold: Drafter, careful: Callable[[], Drafter], price: Prices) -> None:
         super().__init__(bold.engine, bold.sequence, bold.picker)
         self.inner, self.careful, self.price = bold, careful, price
-        self.steps, self.tokens, self.cost = 0, 0.0, 0.0
+        self.bold, self.steps, self.tokens, self.cost = True, 0, 0.0, 0.0
 
     def drafting(self, room: int) -> Asking[Draft]:
         return self.inner.drafting(room)
@@ -149,8 +150,8 @@ class _Drafter(Drafter):
         self.steps += 1
         self.tokens += FADING * (len(verdict.tokens) - self.tokens)
         self.cost += FADING * (self.price(len(draft)) - self.cost)
-        if self.steps >= TRIAL and self.tokens < self.cost:
-            self.inner, self.steps = self.careful(), -FOREVER
+        if self.bold and self.steps >= TRIAL and self.tokens < self.cost:
+            self.inner, self.bold = self.careful(), False
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)

@@ -71,6 +71,7 @@ class Place:
         self.taken += 1
         self.pace += PACE * (tokens - self.pace)
         self.gains.learn(stepped.rows, rows, len(stepped.draft))
+        self.steps.append(stepped)
 
 
 class Program:
@@ -249,9 +250,8 @@ class Program:
             if place.ended:
                 continue
             stepped = self._unpack(numbers[lane], flight.size)._replace(cost=cost)
-            place.add(stepped, flight.rows)
-            if stepped.tokens or stepped.fault:
-                place.steps.append(stepped)
+            if stepped.tokens or stepped.fault:  # otherwise it rests
+                place.add(stepped, flight.rows)
 
     def _launch(self) -> _Flight:
         places = self._open()
@@ -302,7 +302,7 @@ class Program:
                 size = self.size(group, rows) * group
                 made = self.engine.captured(lambda key=key: _Whole(self, *key), size, span, group)  # type: ignore[misc]
                 self._graphs[key] = made
-                if made is not None:
+                if made is not None and self.plan.sizes:
                     self.sizes.timed(made.kind, made.ms)
             graph = self._graphs[key]
             if graph is not None:
@@ -324,7 +324,7 @@ class Program:
         path, tokens, row_tokens, parents, said, marks = (part.tolist() for part in parts)
         count = min(count, fault) if fault >= 0 else count
         draft = drafted(self.names, row_tokens, parents, said, marks)
-        if self.chances is not None and self.chances.learn(said[: len(draft)], path[:count]):
+        if count and self.chances is not None and self.chances.learn(said[: len(draft)], path[:count]):
             self._believe()
         return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0, None)
 
