@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace import Auto, Autoregressive, CostCurve, Decoder, InputError, Lookahead, OutpaceWarning, Sampling
+from outpace import (
+    Auto,
+    Autoregressive,
+    CostCurve,
+    Decoder,
+    InputError,
+    Lookahead,
+    OutpaceWarning,
+    PromptLookup,
+    Sampling,
+)
 from outpace.methods import auto
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
@@ -223,18 +232,36 @@ def test_where_the_host_drafts_each_text_is_plain_decodings(heads: str | None) -
     assert decoder.engine.pool.held == 0
 
 
-def test_bold_drafts_are_given_up_where_they_bring_less_than_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    curve = CostCurve({}, (1, 2, 64), (64,), ((1.0, 1.0, 1.1),))  # rows cost little, so the window is wide
-    monkeypatch.setattr(auto, "glance", lambda engine: curve)
+def test_a_method_that_brings_less_than_it_costs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = CostCurve({}, (1, 2, 64), (64,), ((1.0, 1.0, 1.1),))  # rows cost little, so the window is wide
+    monkeypatch.setattr(auto, "glance", lambda engine: cheap)
     decoder = Decoder(tiny("Llama"), method=Auto(heads=False))
     steps = list(decoder.stream(prompt_of(3), max_new_tokens=60))
     assert max(len(step.draft) for step in steps) > 20
     dear = CostCurve({}, (1, 2, 64), (64,), ((1.0, 9.0, 99.0),))
-    decoder.engine.notes[Auto].costs = replace(curve, seconds=dear.seconds)
-    monkeypatch.setattr(Auto, "_alone", lambda self, costs: Lookahead(window=7, ngram=4, guesses=7))
+    monkeypatch.setattr(auto, "glance", lambda engine: dear)
+    monkeypatch.setattr(auto, "TRIAL", 4)
+    bold = Lookahead(window=7, ngram=4, guesses=7)
+    monkeypatch.setattr(Auto, "_methods", lambda self, costs: [bold, PromptLookup()])
+    decoder = Decoder(tiny("Llama"), method=Auto(heads=False))
     steps = list(decoder.stream(prompt_of(3), max_new_tokens=60))
-    assert min(len(step.draft) for step in steps[:16]) > 1
-    assert all(len(step.draft) == 1 for step in steps[16:])
+    assert min(len(step.draft) for step in steps[:4]) > 1
+    assert all(len(step.draft) == 1 for step in steps[4:])
+    steps = list(decoder.stream(prompt_of(4), max_new_tokens=20))
+    assert all(len(step.draft) == 1 for step in steps)  # the next text begins so
+
+
+def test_the_quickest_method_is_taken_and_the_boldest_tried_again() -> None:
+    known = auto._Known(Decoder(tiny("Llama")).engine)
+    methods = [Lookahead(), PromptLookup()]
+    assert known.choose(methods) == 0
+    known.learn(methods[0], 0.9)
+    assert known.choose(methods) == 1
+    known.learn(methods[1], 1.2)
+    assert [known.choose(methods) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
+    for _ in range(9):
+        known.learn(methods[0], 1.5)
+    assert known.choose(methods) == 0
 
 
 @pytest.mark.parametrize(("patience", "steps"), [(1e9, 15), (0.0, 5)])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence as Text
 from ..runtime.calibrate import glance, remembered
-from ..runtime.costs import CostCurve, Prices
+from ..runtime.costs import CostCurve
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
 from ..sources.heads import likely_paths
 from ..sources.history import PLACES, History
 from ..sources.recycle import Recycle
 from .amphista import Amphista
-from .base import Drafter, Method
+from .base import Drafter, Method, Size
 from .headed import REACH, Headed, Ready, check_width, guesses_of, load_heads, shipped
 from .hydra import Hydra
 from .lookahead import Lookahead
@@ -35,8 +36,11 @@ FLOOR = 0.02  # the least chance of a guess that the text repeats itself
 RANKS = 8  # next tokens that are remembered after each token
 RUNNERS = 7  # of what the model ranked behind the text's last token
 SIZES = (1, 16)  # rows of a step, besides the most
-TRIAL = 16  # steps until bold drafts may be given up
-FADING = 0.1  # how quickly what they are known to bring follows what they bring
+# Where the host drafts:
+TRIAL = 16  # steps until it is looked whether a method pays
+HOPE = 3.0  # the speed that is expected of the boldest method before it was tried; of the next, one less
+AGAIN = 8  # so many texts until the boldest is tried again
+PACE = 0.3  # how quickly a method's known speed follows that of its texts
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista)}
 NODES = 256  # guesses that are considered: so many are planted quickly
 
@@ -95,21 +99,24 @@ class Auto(Method):
         return Plan(sources, self.rows, sizes=SIZES, learned=partial(remembered, engine))
 
     def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
-        """Where the host drafts: as the best single method does, sized by what steps cost here."""
-        engine = _priced(engine)
-        bold = self._alone(engine.costs).start(engine, sequence, picker)
-        if engine.costs is None:
-            return bold
-        return _Drafter(bold, lambda: PromptLookup().start(engine, sequence, picker), engine.costs.price)
+        """Where the host drafts: as a single method does, the one that has proved best here."""
+        known: _Known | None = engine.notes.get(Auto)
+        if known is None:
+            known = engine.notes[Auto] = _Known(engine)
+        methods = self._methods(known.engine.costs)
+        if known.engine.costs is None:
+            return methods[0].start(engine, sequence, picker)
+        return _Drafter(methods, known, sequence, picker)
 
-    def _alone(self, costs: CostCurve | None) -> Method:
-        """The single method that is best where steps cost so much."""
-        if self.heads:
-            return HEADED[self.heads.heads.kind](heads=self.heads, rows=self.rows)
-        if costs is None:
-            return Lookahead(window=7, ngram=4, guesses=7)
-        sizes = sorted(Lookahead.sizes, key=lambda size: size.tokens / costs.price(size.rows))
-        return Lookahead(**sizes[-1].settings)  # type: ignore[arg-type]
+    def _methods(self, costs: CostCurve | None) -> list[Method]:
+        """Single methods that suit such costs of steps, the boldest first."""
+        sizes: Sequence[Size] = Lookahead.sizes[1:]
+        if costs is not None:
+            sizes = sorted(Lookahead.sizes, key=lambda size: -size.tokens / costs.price(size.rows))
+        free: list[Method] = [Lookahead(**sizes[0].settings), PromptLookup()]  # type: ignore[arg-type]
+        if not self.heads:
+            return free
+        return [HEADED[self.heads.heads.kind](heads=self.heads, rows=self.rows), *free]
 
 
 def _found(model: Model) -> Ready | None:
@@ -120,27 +127,52 @@ def _found(model: Model) -> Ready | None:
         return None
 
 
-def _priced(engine: Engine) -> Engine:
-    """The engine, with what steps cost: on a CPU that is measured before the first text."""
-    if engine.costs is not None or engine.model.device.type != "cpu":
-        return engine
-    priced: Engine | None = engine.notes.get(Auto)
-    if priced is None:
-        priced = engine.notes[Auto] = copy(engine)
-        priced.costs = glance(engine)
-    return priced
+class _Known:
+    """What is known of an engine on which the host drafts: what steps cost, and how quick single methods were."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        if engine.costs is None and engine.model.device.type == "cpu":
+            self.engine = copy(engine)  # for drafters of `auto` alone: other methods draft as before
+            self.engine.costs = glance(engine)
+        self._speeds: dict[str, float] = {}
+        self._texts = 0
+
+    def choose(self, methods: Sequence[Method]) -> int:
+        """Which of these a text begins with: the quickest, and now and then the boldest again."""
+        self._texts += 1
+        if self._texts % AGAIN == 0:
+            return 0
+        speeds = [self._speeds.get(method.name, HOPE - place) for place, method in enumerate(methods)]
+        return speeds.index(max(speeds))
+
+    def learn(self, method: Method, speed: float) -> None:
+        """With this method a text, or a part of it, was written at such a speed, plain decoding being 1."""
+        known = self._speeds.get(method.name, speed)
+        self._speeds[method.name] = known + PACE * (speed - known)
 
 
 class _Drafter(Drafter):
-    """Drafts boldly, and where that brings less than it costs, only what is likely to pay."""
+    """Drafts as one of some methods; where it brings less than it costs, as the next, which is less bold."""
 
-    def __init__(self, bold: Drafter, careful: Callable[[], Drafter], price: Prices) -> None:
-        super().__init__(bold.engine, bold.sequence, bold.picker)
-        self.inner, self.careful, self.price = bold, careful, price
-        self.bold, self.steps, self.tokens, self.cost = True, 0, 0.0, 0.0
+    def __init__(self, methods: Sequence[Method], known: _Known, sequence: Text, picker: Picker) -> None:
+        super().__init__(known.engine, sequence, picker)
+        self.methods, self.known = methods, known
+        assert known.engine.costs is not None
+        self.costs = known.engine.costs
+        self._begin(known.choose(methods))
+
+    def _begin(self, place: int) -> None:
+        self.place = place
+        self.inner = self.methods[place].start(self.engine, self.sequence, self.picker)
+        self.steps, self.tokens, self.cost = 0, 0, 0.0
 
     def drafting(self, room: int) -> Asking[Draft]:
-        return self.inner.drafting(room)
+        start = perf_counter()
+        draft = yield from self.inner.drafting(room)
+        if self.steps:  # heads read the prompt before the first of their drafts
+            self.cost += (perf_counter() - start) / self.costs.step(1)
+        return draft
 
     def score(self, draft: Draft) -> Asking[Scores]:
         return self.inner.score(draft)
@@ -148,10 +180,16 @@ class _Drafter(Drafter):
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         self.inner.learn(draft, scores, verdict)
         self.steps += 1
-        self.tokens += FADING * (len(verdict.tokens) - self.tokens)
-        self.cost += FADING * (self.price(len(draft)) - self.cost)
-        if self.bold and self.steps >= TRIAL and self.tokens < self.cost:
-            self.inner, self.bold = self.careful(), False
+        self.tokens += len(verdict.tokens)
+        self.cost += self.costs.price(len(draft))
+        if self.steps % TRIAL == 0 and self.tokens < self.cost and self.place + 1 < len(self.methods):
+            self._end()
+            self._begin(self.place + 1)
+
+    def _end(self) -> None:
+        if self.steps >= TRIAL:
+            self.known.learn(self.methods[self.place], self.tokens / self.cost)
 
     def __exit__(self, *error: Any) -> None:
+        self._end()
         self.inner.__exit__(*error)
