@@ -278,6 +278,7 @@ def test_a_glance_is_short_where_steps_take_long(patience: float, steps: int, mo
 
 def test_models_that_compute_chains_only_and_bad_settings() -> None:
     assert Decoder(tiny_chain("Bloom"), method=Auto()).method.name == "prompt-lookup"
+    assert Auto(heads="false").heads is False
     with pytest.raises(InputError, match="heads=True"):
         Auto(heads=True)
     with pytest.raises(InputError, match="rows=0"):

@@ -64,6 +64,8 @@ class Auto(Method):
 
     def __post_init__(self) -> None:
         self.check(rows=(1, 1024))
+        if self.heads == "false":  # as `--set auto.heads=false` has it
+            object.__setattr__(self, "heads", False)
         if self.heads is True:
             raise InputError(f"{self.name}: heads=True must be a folder of trained heads, or False for none.")
 
