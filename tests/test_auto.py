@@ -23,13 +23,14 @@ from outpace import (
     OutpaceWarning,
     PromptLookup,
     Sampling,
+    Step,
 )
 from outpace.methods import auto
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
-from outpace.runtime.sizes import CUTS, LONGEST, WAIT, Gains, Sizes
-from outpace.step.chances import KNOTS, SOURCES, Chances
+from outpace.runtime.sizes import CUTS, HOPE, LONGEST, TRIED, WAIT, Arm, Gains, Sizes
+from outpace.step.chances import FREE, KNOTS, SOURCES, Chances
 from outpace.step.nodes import NEVER, believed, knots_of, plant
 
 from .conftest import mostly_slow, tiny, tiny_chain
@@ -90,7 +91,7 @@ def test_whatever_is_believed_no_guess_is_without_the_one_before_it(draw: random
     chances = Chances(["model", "one", "two"])
     sources = [draw.randrange(1, 3) for _ in range(300)]
     chances.count(sources, [draw.randrange(KNOTS) for _ in sources], [draw.random() < 0.4 for _ in sources])
-    offers = [offer._replace(sources=1 + number % 2) for number, offer in enumerate(nodes)]
+    offers = [offer._replace(sources=1 + number % 2, costly=number % 2 == 0) for number, offer in enumerate(nodes)]
     room = torch.full((lanes,), 9)
     rows = plant(torch.arange(lanes), offers, most, room, rows=most + 2, table=torch.tensor(chances.table()))
     for lane in range(lanes):
@@ -100,27 +101,72 @@ def test_whatever_is_believed_no_guess_is_without_the_one_before_it(draw: random
             assert rows.depths[lane, parent] == rows.depths[lane, row] - 1
             assert rows.sees[lane, row].sum() == rows.depths[lane, row] + 1
             assert rows.sources[lane, row] % SOURCES in (1, 2)
-            assert rows.sources[lane, row] // SOURCES < KNOTS
+            free = any(
+                (paths[lane].gather(1, depths[lane, :, None])[:, 0] == rows.hashes[lane, row])
+                .logical_and(said[lane] > NEVER)
+                .any()
+                for _, depths, paths, said, *_ in offers[1::2]
+            )
+            assert (rows.sources[lane, row] >= FREE) == free
+
+
+def arms_of(sizes: Sizes, times: dict[tuple[int, bool], float]) -> list[Arm]:
+    """Steps of such rows, with costly sources or without, that take so many milliseconds."""
+    arms = [Arm(rows, costly, (rows, costly)) for rows, costly in times]
+    for arm, ms in zip(arms, times.values(), strict=True):
+        sizes.timed(arm.kind, ms)
+    return arms
 
 
 def test_a_size_is_chosen_by_what_it_brings_and_costs() -> None:
     sizes = Sizes()
-    kinds = [(1, "one"), (16, "some"), (64, "many")]
-    for kind, ms in (("one", 1.0), ("some", 1.1), ("many", 1.2)):
-        sizes.timed(kind, ms)
+    arms = arms_of(sizes, {(1, False): 1.0, (16, False): 1.1, (64, False): 1.2})
     gains = sizes.begin()
-    assert sizes.choose([gains], kinds) == 64
+    assert sizes.choose([gains], arms).rows == 64
     for _ in range(60):
-        gains.learn((0, 5), rows=64, real=64)  # two tokens, with sixteen rows as well
-    assert sizes.choose([gains], kinds) == 16
+        gains.learn((0, 5), 64, 64, 2, False)  # two tokens, with sixteen rows as well
+    assert sizes.choose([gains], arms).rows == 16
     for _ in range(60):
-        gains.learn((0,), rows=64, real=64)
-    chosen = [sizes.choose([gains], kinds) for _ in range(600)]
+        gains.learn((0,), 64, 64, 1, False)
+    chosen = [sizes.choose([gains], arms).rows for _ in range(600)]
     assert {*chosen} == {1, 64}
     assert 600 // LONGEST <= chosen.count(64) <= 10  # now and then, and ever more seldom
     sizes.end(gains, 1000)
     fresh = sizes.begin()
-    assert sizes.choose([fresh], kinds) == 1  # the next text begins with what the last has taught
+    assert sizes.choose([fresh], arms).rows == 1  # the next text begins with what the last has taught
+
+
+def test_heads_are_left_out_where_they_bring_less_than_they_cost() -> None:
+    sizes = Sizes()
+    arms = arms_of(sizes, {(1, False): 1.0, (64, False): 1.2, (64, True): 1.5})
+    gains = sizes.begin()
+    for _ in range(60):
+        gains.learn((0, 5, 9, 12), 64, 64, free=2, costly=True)
+    assert sizes.choose([gains], arms).costly  # twice the tokens for a quarter more time
+    for _ in range(60):
+        gains.learn((0, 5, 9, 12), 64, 64, free=4, costly=True)
+    assert sizes.choose([gains], arms) == arms[1]  # others have guessed all of it
+    sizes.timed(arms[2].kind, 1.21)
+    for _ in range(99):
+        sizes.timed(arms[2].kind, 1.21)
+    assert sizes.choose([gains], arms).costly  # there is no way back, so a percent is not enough
+
+
+def test_a_text_goes_on_without_heads_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Llama")
+    decoder = decoder_of(model)
+    method = decoder.prepare(Auto(heads=random_heads("amphista", model), rows=8))
+    monkeypatch.setattr(Sizes, "timed", lambda self, kind, ms: self._ms.setdefault(kind, 9.0 if kind[2] else 1.0))
+    for prompts in ([prompt_of(1)], [prompt_of(seed) for seed in range(3)]):
+        steps: dict[int, list[Step]] = {number: [] for number in range(len(prompts))}
+        for number, step in decoder.stream(prompts, method=method, max_new_tokens=40):
+            steps[number].append(step)
+        for number, prompt in enumerate(prompts):
+            written = [token for step in steps[number] for token in step.tokens]
+            assert written == Decoder(model, method=Autoregressive()).generate(prompt, max_new_tokens=40).token_ids
+            asked = [any(source.startswith("head") for source in step.draft.sources) for step in steps[number]]
+            assert any(asked[:TRIED])
+            assert not any(asked[2 * TRIED :])
 
 
 def test_steps_that_waited_for_something_else_say_little() -> None:
@@ -135,15 +181,22 @@ def test_steps_that_waited_for_something_else_say_little() -> None:
     assert WAIT < LONGEST
 
 
-@given(path=st.lists(st.integers(1, 63), unique=True, max_size=6), rows=st.sampled_from([1, 16, 64]))
-def test_gains_are_what_fewer_rows_would_have_brought(path: list[int], rows: int) -> None:
+@given(
+    path=st.lists(st.integers(1, 63), unique=True, max_size=6),
+    rows=st.sampled_from([1, 16, 64]),
+    draw_free=st.integers(0, 100),
+)
+def test_gains_are_what_fewer_rows_would_have_brought(path: list[int], rows: int, draw_free: int) -> None:
     path = [0, *sorted(row for row in path if row < rows)]
-    gains = Gains(np.zeros(len(CUTS)))
+    free = draw_free % (len(path) + 1)
+    gains = Gains()
     for _ in range(300):
-        gains.learn(tuple(path), rows, rows)
-    for cut in CUTS.tolist():
-        expected = sum(row < cut for row in path) if cut <= rows else 0
+        gains.learn(tuple(path), rows, rows, free, costly=True)
+    for place, cut in enumerate(CUTS):
+        expected = sum(row < cut for row in path) if cut <= rows else HOPE[place]
         assert abs(gains.tokens(cut) - expected) < 1e-6
+        expected = sum(row < cut for row in path[:free]) if cut <= rows else HOPE[place]
+        assert abs(gains.tokens(cut, costly=False) - expected) < 1e-6
 
 
 @pytest.mark.parametrize("heads", [None, "medusa", "hydra", "amphista"])
@@ -166,7 +219,7 @@ def test_each_text_is_plain_decodings(name: str, heads: str | None) -> None:
 
 def test_steps_have_one_row_where_guesses_never_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny("Llama"))
-    monkeypatch.setattr(Gains, "tokens", lambda self, rows: 1.0)
+    monkeypatch.setattr(Gains, "tokens", lambda self, rows, costly=True: 1.0)
     monkeypatch.setattr(Sizes, "timed", lambda self, kind, ms: self._ms.setdefault(kind, 1.0 + kind[1]))
     steps = list(decoder.stream(prompt_of(1), method=Auto(heads=False, rows=8), max_new_tokens=40))
     assert sum(len(step.draft) == 1 for step in steps) > 0.8 * len(steps)

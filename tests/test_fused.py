@@ -64,7 +64,8 @@ def steps_of(
     """Everything that the steps of some texts did."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "usable", lambda device: kernels)
-        patch.setattr(Sizes, "choose", lambda self, texts, kinds: max(kinds)[0])  # whatever steps cost here
+        # Whatever steps cost here.
+        patch.setattr(Sizes, "choose", lambda self, texts, arms: max(arms, key=lambda arm: (arm.rows, arm.costly)))
         patch.setattr(attention, "INTERPRET", False)  # it has tests of its own, and takes minutes
         model = tiny("Llama").to(DEVICE)
         decoder = Decoder(model)
@@ -78,16 +79,19 @@ def steps_of(
             assert not isinstance(step, Exception), step
             found[number].append((step.tokens, step.rows, step.draft.tokens, step.draft.parents, step.draft.sources))
         assert decoder.engine.pool.held == 0
+        found += [entry[-1].sizes._before._without for entry in decoder.engine._programs]  # what free guesses bring
     model.to("cpu")
     return found
 
 
 @pytest.mark.parametrize("texts", [1, 3])
-@pytest.mark.parametrize("name", [*METHODS, "medusa", "amphista", "exits"])
+@pytest.mark.parametrize("name", [*METHODS, "medusa", "amphista", "auto with heads", "exits"])
 def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method = METHODS.get(name)
     if name == "exits":
         method = AdaDecode(random_exits(tiny("Llama")), control="tree", exits="2", rows=24)
+    elif name == "auto with heads":
+        method = Auto(heads=random_heads("amphista", tiny("Llama")), rows=16)
     elif method is None:
         method = method_for(name, random_heads(name, tiny("Llama")), rows=16, recycled=5)
     expected = steps_of(method, texts, monkeypatch, kernels=False)

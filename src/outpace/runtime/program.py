@@ -23,13 +23,13 @@ from ..sending import put
 from ..sources.base import Climbing, Plan, Reading, Source, Writing, drafted, families, named
 from ..sources.heads import alone
 from ..step import fused
-from ..step.chances import KNOTS
+from ..step.chances import FREE, KNOTS
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
 from ..step.nodes import Nodes, Rows, plant
 from ..step.walking import Walk, walk
 from .fixed import Clock, FixedStep, bits
-from .sizes import Gains, Sizes
+from .sizes import TRIED, Arm, Gains, Sizes
 
 if TYPE_CHECKING:
     from .graphs import GraphEngine
@@ -48,6 +48,7 @@ class Stepped(NamedTuple):
     tokens: tuple[int, ...]  # the target's choice after each
     draft: Draft
     fault: bool  # after these tokens the target had nothing to choose
+    free: int  # so many of the first rows a source without costs has guessed, row 0 included
     cost: tuple[float, float] | None  # milliseconds of this step, and of one with a single row, where they are known
 
 
@@ -61,16 +62,17 @@ class Place:
         self.pace = 1.0  # tokens that a step brings
         self.gains = gains
         self.taken = 0  # steps that were read
+        self.frugal = False  # whether a step went without the costly sources: what they know of the text has a gap
         self.steps: deque[Stepped] = deque()  # that were read, and nobody asked for yet
         self.ended = False
 
-    def add(self, stepped: Stepped, rows: int) -> None:
-        """A step of so many rows has brought this."""
+    def add(self, stepped: Stepped, arm: Arm) -> None:
+        """Such a step has brought this."""
         tokens = len(stepped.tokens)
         self.length += tokens
         self.taken += 1
         self.pace += PACE * (tokens - self.pace)
-        self.gains.learn(stepped.rows, rows, len(stepped.draft))
+        self.gains.learn(stepped.rows, arm.rows, len(stepped.draft), stepped.free, arm.costly)
         self.steps.append(stepped)
 
 
@@ -82,6 +84,7 @@ class Program:
         self.engine, self.plan = engine, plan
         self.sources = plan.sources(LANES, device)
         self.names = named(self.sources)
+        self.costly = any(source.costly for source in self.sources)
         self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
         self.probes = sum(source.probes for source in self.sources)
         assert self.rows > self.probes
@@ -99,7 +102,7 @@ class Program:
         # Where texts may not share a forward, as in exact mode, one is here, and the host writes the others.
         self._most = LANES if engine.most_texts > 1 else 1
         self._places: list[Place] = []  # of all texts, those that are being read included
-        self._graphs: dict[tuple[int, int, int, frozenset[str]], _Whole | None] = {}
+        self._graphs: dict[tuple[int, int, bool, int, frozenset[str]], _Whole | None] = {}
         self._prompts: dict[tuple[Reading, int, int], _Prompt] = {}  # by source, rows and length of text
         self._prompt = torch.zeros(1, longest, dtype=torch.long, device=device)  # slots of the prompt that is fed
         self._flying: list[_Flight] = []  # launched, and not read yet
@@ -244,28 +247,41 @@ class Program:
         if not self._flying and any(place.length + place.pace < place.limit for place in self._open()):
             self._flying.append(self._launch())
         numbers = flight.read()
-        self.sizes.timed(flight.kind, flight.ms())
-        cost = self.sizes.costs(flight.kind, (flight.kind[0], 1, *flight.kind[2:]))
-        for lane, place in flight.places.items():
-            if place.ended:
-                continue
-            stepped = self._unpack(numbers[lane], flight.size)._replace(cost=cost)
+        kind = flight.arm.kind
+        self.sizes.timed(kind, flight.ms())
+        cost = self.sizes.costs(kind, (kind[0], 1, False, *kind[3:]))
+        lanes = [lane for lane, place in flight.places.items() if not place.ended]
+        for lane, line in zip(lanes, numbers[lanes].tolist(), strict=True):
+            stepped = self._unpack(line, flight.size, cost)
             if stepped.tokens or stepped.fault:  # otherwise it rests
-                place.add(stepped, flight.rows)
+                flight.places[lane].add(stepped, flight.arm)
+        if self.chances is not None:
+            # Where costly sources have a gap they guess badly, which says nothing of them elsewhere.
+            lanes = [lane for lane in lanes if not (flight.arm.costly and flight.places[lane].frugal)]
+            self._learn(numbers[lanes], flight.size)
 
     def _launch(self) -> _Flight:
         places = self._open()
         group = _group(len(places))
         self._move_below(group)
         span = self._span(max(place.limit for place in places))
-        graphs = {graph.most: graph for graph in self._steps(group, span, self.choices.needs)}
+        graphs = {graph.arm: graph for graph in self._steps(group, span, self.choices.needs)}
         if not graphs:
             raise InputError(
                 "no memory is left for the steps of these texts. Write fewer at once, or use runtime='plain'."
             )
-        kinds = [(rows, graph.kind) for rows, graph in graphs.items()]
-        graph = graphs[self.sizes.choose([place.gains for place in places], kinds)]
-        return _Flight({place.lane: place for place in places}, graph)
+        arm = self.sizes.choose([place.gains for place in places], self._allowed(places, [*graphs]))
+        for place in places:
+            place.frugal |= self.costly and not arm.costly
+        return _Flight({place.lane: place for place in places}, graphs[arm])
+
+    def _allowed(self, places: Items[Place], arms: Items[Arm]) -> Items[Arm]:
+        """The steps that these texts may take next. Without costly sources they go on for good."""
+        if all(place.frugal for place in places):
+            return [arm for arm in arms if not arm.costly] or arms
+        if all(place.frugal or place.taken >= TRIED for place in places):
+            return arms
+        return [arm for arm in arms if arm.costly] or arms
 
     def _open(self) -> list[Place]:
         """Of the texts that are being written."""
@@ -295,19 +311,29 @@ class Program:
     def _steps(self, group: int, span: int, needs: frozenset[str]) -> list[_Whole]:
         """The steps of so many lanes, fewest rows first; none where they cannot be captured."""
         found = []
-        for rows in self.rows_of(group):
-            key = (group, rows, span, needs)
+        for rows, costly in self._kinds(group):
+            key = (group, rows, costly, span, needs)
             if key not in self._graphs:
                 self.choices.make(needs)
                 size = self.size(group, rows) * group
                 made = self.engine.captured(lambda key=key: _Whole(self, *key), size, span, group)  # type: ignore[misc]
                 self._graphs[key] = made
                 if made is not None and self.plan.sizes:
-                    self.sizes.timed(made.kind, made.ms)
+                    self.sizes.timed(key, made.ms)
             graph = self._graphs[key]
             if graph is not None:
                 found.append(graph)
         return found
+
+    def _kinds(self, group: int) -> list[tuple[int, bool]]:
+        """Rows of each lane's tree, and whether costly sources are asked, of the steps that so many lanes may take.
+
+        Where they can be left out, they are if there is one row.
+        """
+        sizes = self.rows_of(group)
+        if not (self.costly and self.plan.sizes):
+            return [(rows, self.costly) for rows in sizes]
+        return [(rows, costly) for costly in (False, True) for rows in sizes if rows > 1 or not costly]
 
     def _believe(self) -> None:
         """Bring to the device what is believed of the sources by now."""
@@ -316,17 +342,34 @@ class Program:
         with torch.inference_mode():
             put(self.chances.table().tolist(), self.table)
 
-    def _unpack(self, numbers: Numbers, size: int) -> Stepped:
+    def _unpack(self, line: list[int], size: int, cost: tuple[float, float] | None) -> Stepped:
         """Of one lane what `_Whole._report` has packed."""
         deep = self.deepest + 1
-        count, fault = int(numbers[0]), int(numbers[1])
-        parts = np.split(numbers[2:], [deep, 2 * deep, 2 * deep + size, 2 * deep + 2 * size, 2 * deep + 3 * size])
-        path, tokens, row_tokens, parents, said, marks = (part.tolist() for part in parts)
+        count, fault = line[:2]
         count = min(count, fault) if fault >= 0 else count
+        rows = 2 + 2 * deep
+        path, tokens = line[2 : 2 + count], line[2 + deep : 2 + deep + count]
+        row_tokens, parents, said, marks = (line[rows + part * size : rows + (part + 1) * size] for part in range(4))
         draft = drafted(self.names, row_tokens, parents, said, marks)
-        if count and self.chances is not None and self.chances.learn(said[: len(draft)], path[:count]):
+        free = 1
+        while free < count and said[path[free]] >= FREE:
+            free += 1
+        return Stepped(tuple(path), tuple(tokens), draft, fault >= 0, free, cost)
+
+    def _learn(self, numbers: Numbers, size: int) -> None:
+        """Count the guesses of some lanes, as they were packed."""
+        assert self.chances is not None
+        deep = self.deepest + 1
+        counts, faults = numbers[:, :1], numbers[:, 1:2]
+        counts = np.where(faults >= 0, np.minimum(counts, faults), counts)
+        kept = np.arange(deep) < counts  # [lanes, depth]
+        right = np.zeros((len(numbers), size), dtype=np.bool_)
+        right[np.nonzero(kept)[0], numbers[:, 2 : 2 + deep][kept]] = True
+        said, marks = numbers[:, 2 + 2 * deep + 2 * size :].reshape(-1, 2, size).swapaxes(0, 1)
+        guessed = (marks > 0) & (counts > 0)
+        guessed[:, 0] = False
+        if self.chances.learn(said[guessed], right[guessed]):
             self._believe()
-        return Stepped(tuple(path[:count]), tuple(tokens[:count]), draft, fault >= 0, None)
 
 
 class _Flight:
@@ -334,7 +377,7 @@ class _Flight:
 
     def __init__(self, places: dict[int, Place], graph: _Whole) -> None:
         self.places = places  # by the lanes that they had
-        self.size, self.rows, self.kind = graph.each, graph.most, graph.kind
+        self.size, self.arm = graph.each, graph.arm
         self._clock = Clock(graph.pool.device)
         graph.run()
         self._report = graph.bring()
@@ -387,28 +430,30 @@ class _Trees(FixedStep):
 
 
 class _Whole(_Trees):
-    """The step of some lanes, in one graph, each with `most` rows at most."""
+    """The step of some lanes, in one graph, each with `most` rows at most, with or without costly sources."""
 
     ms = 0.0  # how long it takes, with all lanes at rest
 
-    def __init__(self, program: Program, group: int, most: int, span: int, needs: frozenset[str]) -> None:
+    def __init__(self, program: Program, group: int, most: int, costly: bool, span: int, needs: frozenset[str]) -> None:
         super().__init__(program, group, program.size(group, most), span, program.deepest)
-        self.most, self.needs, self.kind = most, needs, (group, most, span, needs)
+        self.most, self.needs = most, needs
+        self.arm = Arm(most, costly, (group, most, costly, span, needs))
+        self.sources = [source for source in program.sources if costly or not source.costly]
         self.fused = fused.usable(self.pool.device) and not self.exact
         self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
         self.climbs = {
             source: [_Climb(program, source.layer, group, rows, span, level) for level, rows in enumerate(source.asks)]
-            for source in program.sources
+            for source in self.sources
             if isinstance(source, Climbing)
         }
         self.writers = {
             source: [_Writer(program, source, group, rows, span) for rows in (program.deepest + 1, 1)]
-            for source in program.sources
+            for source in self.sources
             if isinstance(source, Writing)
         }
         self.heads = [
             _Heads(program, source, group, most, span, needs, self.fused)
-            for source in program.sources
+            for source in self.sources
             if isinstance(source, Reading)
         ]
         self.report = torch.zeros(0)
@@ -430,7 +475,7 @@ class _Whole(_Trees):
             kept = lanes.keep(rows, walk(rows, picks, program.deepest))
             report, best = self._report(rows, kept, there), found[0].long().view_as(picks)
             program.choices.learn(kept.tokens, kept.counts, self.needs)
-        for source in program.sources:
+        for source in self.sources:
             source.learn(self.texts, rows, best, kept, output.logits)
         for heads in self.heads:
             heads.read(before, kept, output.hidden.view(self.group, self.each, -1))
@@ -439,10 +484,10 @@ class _Whole(_Trees):
     def _draft(self) -> Rows:
         """The rows of the step, from what all sources guess, where the model reads them."""
         program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
-        sources = program.sources if self.most > 1 else []
+        sources = self.sources if self.most > 1 else []
         asked = any(source.asks_room for source in sources) or (sources and not self.fused)
         room = model.rooms(lanes.lengths - 1) if asked else lanes.lengths
-        offers = [nodes for source in sources for nodes in self._guesses(source, room)]
+        offers = [nodes._replace(costly=source.costly) for source in sources for nodes in self._guesses(source, room)]
         how = (plan.gate, plan.prices)
         if self.fused:
             size = (self.most, self.each, model.context, model.turn or 0)

@@ -23,6 +23,7 @@ class Source:
     deepest: int  # how far ahead its guesses reach
     nodes: int  # how many it offers at most, probes included
     probes: int = 0  # how many of them must be computed
+    costly: bool = False  # whether its own work takes time: it asks a model for something, or heads
     asks_room: bool = False  # whether it needs to know how deep guesses may be
     state: Sequence[torch.Tensor] = ()  # [lanes, ...] all that it remembers of texts
 
@@ -48,6 +49,7 @@ class Source:
 class Reading(Source):
     """A source that reads the hidden states of rows that were kept, too."""
 
+    costly = True
     reads_text: bool  # all of them; otherwise the last of each text are enough
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
@@ -68,7 +70,7 @@ class Reading(Source):
 class Climbing(Source):
     """A source that has the target's first layers compute rows of its own while it guesses, in place of `guess`."""
 
-    asks_room = True
+    asks_room = costly = True
     layer: int  # so many layers
     asks: Sequence[int]  # how many rows of each lane it asks for, time after time
 
@@ -85,6 +87,7 @@ class Climbing(Source):
 class Writing(Source):
     """A source with a model of its own that writes ahead, in place of `guess`."""
 
+    costly = True
     engine: Any  # what runs the model. Its pool has the slots of the target's
 
     def begin(self, sequence: Any) -> None:

@@ -22,8 +22,11 @@ NEWS = 256  # guesses that are counted until a table is worth being made anew
 MOST = 0.98  # nothing is believed more
 SOURCES = 256  # there are fewer, all of a tree together
 VERSION = 1
+FREE = SOURCES * KNOTS  # is added to what is said of a guess that a source without costs of its own has made, too
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Marks: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 
 class Chances:
@@ -42,7 +45,7 @@ class Chances:
         self.right: Counts = np.zeros((len(self.names), KNOTS))
         self.counted = 0  # guesses, since it was made
 
-    def count(self, sources: Any, knots: Any, right: Sequence[bool]) -> None:
+    def count(self, sources: Any, knots: Any, right: Any) -> None:
         """Guesses of these sources, said to be as likely as these knots, were right or not."""
         at = (self._rows[np.asarray(sources, dtype=np.int64)], np.asarray(knots, dtype=np.int64))
         np.add.at(self.offered, at, 1.0)
@@ -52,15 +55,13 @@ class Chances:
         self.offered *= fading
         self.right *= fading
 
-    def learn(self, said: Sequence[int], path: Sequence[int]) -> bool:
-        """Learn from a tree: what was said of each row (source + SOURCES × knot), and which rows were accepted.
+    def learn(self, said: Numbers, right: Marks) -> bool:
+        """Learn from guesses: what was said of each (source + SOURCES × knot + …), and whether it was accepted.
 
-        The first row is no guess. Says whether enough is new for the table to be told.
+        Says whether enough is new for the table to be told.
         """
-        numbers = np.asarray(said[1:], dtype=np.int64)
-        accepted = {*path}
         before = self.counted // NEWS
-        self.count(numbers % SOURCES, numbers // SOURCES, [row in accepted for row in range(1, len(said))])
+        self.count(said % SOURCES, said // SOURCES % KNOTS, right)
         return self.counted // NEWS > before
 
     def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:

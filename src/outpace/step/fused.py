@@ -12,7 +12,7 @@ import torch
 
 from ..models.best import find_best
 from ..models.launching import early
-from .chances import HALVING, KNOTS, SOURCES
+from .chances import FREE, HALVING, KNOTS, SOURCES
 from .choosing import Choices
 from .lanes import Lanes
 from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows
@@ -79,7 +79,9 @@ def plant(
         rows(),
     )
     packed = rows(words)
-    marks = _marks(tuple((offer.tokens.shape[1], offer.probe, offer.accepted) for offer in offers), device)
+    marks = _marks(
+        tuple((offer.tokens.shape[1], offer.probe, offer.accepted, not offer.costly) for offer in offers), device
+    )
     keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
     flags = torch.empty(group, max(padded, 1), dtype=torch.int32, device=device)
     numbers = torch.empty(group, 2 * size, dtype=torch.long, device=device)
@@ -106,6 +108,7 @@ def plant(
         KNOTS=KNOTS,
         HALVING=HALVING,
         SOURCES=SOURCES,
+        FREE=FREE,
         num_warps=8 if padded >= 256 else 4,
     )
     return found._replace(
@@ -351,9 +354,9 @@ def _chained(chains: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _marks(offers: tuple[tuple[int, bool, bool], ...], device: torch.device) -> torch.Tensor:
-    """[nodes] 1 for a probe, 2 for what may be accepted, added up."""
-    marks = [probe + 2 * accepted for size, probe, accepted in offers for _ in range(size)]
+def _marks(offers: tuple[tuple[int, bool, bool, bool], ...], device: torch.device) -> torch.Tensor:
+    """[nodes] 1 for a probe, 2 for what may be accepted, 4 for what costs nothing, added up."""
+    marks = [probe + 2 * accepted + 4 * free for size, probe, accepted, free in offers for _ in range(size)]
     return torch.tensor(marks or [0], dtype=torch.int32, device=device)
 
 

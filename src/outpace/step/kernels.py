@@ -71,7 +71,7 @@ def plant(
     keys, flags, numbers, prices, table, nodes, most, count, least,
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
-    LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr,
+    LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
 
@@ -127,6 +127,7 @@ def plant(
         twice = tl.zeros([NODES], tl.int32)
         accepted = tl.zeros([NODES], tl.int32)
         guess = tl.zeros([NODES], tl.int32)
+        free = tl.zeros([NODES], tl.int32)
         for begin in range(0, nodes, BLOCK):
             other = begin + tl.arange(0, BLOCK)
             its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
@@ -139,6 +140,10 @@ def plant(
             twice |= tl.max((same & (higher | tied)).to(tl.int32), 1)
             accepted |= tl.max((same & ((its_mark & 2) != 0)[None, :]).to(tl.int32), 1)
             guess |= tl.max((same & ((its_mark & 1) == 0)[None, :]).to(tl.int32), 1)
+            if LEARNED:
+                free |= tl.max((same & ((its_mark & 4) != 0)[None, :]).to(tl.int32), 1)
+        if LEARNED:
+            source += FREE * free.to(tl.int64)
         key = tl.where(twice > 0, float("-inf"), key)
         none = tl.zeros([NODES], tl.int32)
         tl.debug_barrier()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .chances import HALVING, KNOTS, SOURCES
+from .chances import FREE, HALVING, KNOTS, SOURCES
 
 NEVER = -torch.inf
 MUST = 1e4  # more than any logarithm of a chance takes away
@@ -33,6 +33,7 @@ class Nodes(NamedTuple):
     sources: int | torch.Tensor  # who guesses: one for all, or [lanes, nodes]
     probe: bool = False  # whether the nodes must be computed, whatever their chance
     accepted: bool = True  # whether they may be accepted
+    costly: bool = False  # whether the source's own work takes time
 
 
 class Rows(NamedTuple):
@@ -86,7 +87,8 @@ def plant(
     one row, with the greater chance. No guess is taken in a lane where none has the chance `gate`. With `prices` [most
     or more] of a step by its rows, as many are taken as bring the most expected tokens for their price. Probes are
     always taken. Further rows fill up to `rows`, if so many are asked for. With a `table` of `Chances` guesses are as
-    likely as it says; then `Rows.sources` has the knot of what the source said, too: SOURCES times it is added.
+    likely as it says; then `Rows.sources` has the knot of what the source said, too: SOURCES times it is added, and
+    FREE where a source that is not costly offers the same path.
     """
     rows = rows or most
     device = roots.device
@@ -125,6 +127,8 @@ def plant(
         found = (same & (marks[order] & there)[:, None, :]).any(2)
         return torch.empty_like(found).scatter_(1, order, found)
 
+    if table is not None:
+        sources = sources + FREE * common(_marks([not offer.costly for offer in offers], sizes, device))
     keys, left = keys.masked_fill(same.tril(-1).any(2), NEVER).sort(dim=1, descending=True, stable=True)
     keys, taken = keys[:, : most - 1], order.gather(1, left[:, : most - 1])
     if probing:  # guesses come first, and with them what is a guess and a probe
