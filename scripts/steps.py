@@ -4,6 +4,7 @@
     python scripts/steps.py together --model DIR --data FILE --times 8   4, 16 and 64 texts at the same time
     python scripts/steps.py auto     --model DIR --data FILE --times 8   `auto` beside plain decoding, by task
     python scripts/steps.py sampling --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
+    python scripts/steps.py ablate   --model DIR --data FILE --times 1   tokens a step, without one source or another
 
 DIR and FILE are as in gpu_session.py. `--times 8` widens the embedded model to 7.25 billion weights; 1 leaves it as it
 is, and then it may be any model. `--host` also runs every method the other way, with the host between draft, score and
@@ -18,6 +19,7 @@ import argparse
 import statistics
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,16 @@ from gpu_session import DTYPE, assemble, widen, widen_ready
 from measure import spec_bench, written_together
 from outpace import Amphista, Auto, Autoregressive, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
 from outpace.errors import OutpaceWarning
-from outpace.methods.headed import Ready, shipped
+from outpace.methods.auto import FLOOR, MEMORY, NODES
+from outpace.methods.headed import REACH, Ready, shipped
 from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.program import Program
+from outpace.sources.base import Plan, Source
+from outpace.sources.history import PLACES, History
+from outpace.sources.recycle import Recycle
+from outpace.sources.window import Settings, Window
+from outpace.step.chances import Chances
 
 CONSOLE = Console(width=150)
 READING = 4.48e12  # bytes a second that an H200 reads
@@ -279,6 +287,83 @@ def auto(arguments: argparse.Namespace) -> None:
     CONSOLE.print(f"times {arguments.times}, T = {arguments.temperature}, plain = 1", table)
 
 
+@dataclass(frozen=True)
+class Parts(Method):
+    """Some of the sources that guess without training, in one tree whose steps all have so many rows."""
+
+    name = "parts"
+
+    history: int = 16  # the longest match; 0: none
+    ranks: int = 8  # tokens that are recycled; 0: none
+    runners: int = 7
+    carried: bool = True  # from text to text
+    window: int = 0  # lookahead's columns; 0: none
+    rows: int = 64
+
+    def plan(self, engine: Any) -> Plan:
+        def sources(lanes: int, device: torch.device) -> list[Source]:
+            found: list[Source] = []
+            if self.window:
+                found.append(Window(Settings(self.window, 4, 7, 3, True, True, True, False, False), lanes, device))
+            if self.history:
+                found.append(History(self.history, REACH, PLACES, "lookup", device, FLOOR))
+            if self.ranks:
+                paths = NODES - PLACES * REACH - 2 * self.runners
+                found.append(Recycle(self.ranks, paths, lanes, device, MEMORY, self.runners, self.carried))
+            return found
+
+        return Plan(sources, self.rows, learned=Chances)
+
+    def start(self, *_: Any) -> Any:
+        raise NotImplementedError("steps are whole here")
+
+
+def ablate(arguments: argparse.Namespace) -> None:
+    """Tokens a step and tokens/s of trees that lack something, on the same prompts in turn."""
+    decoder, _, _ = prepare(arguments)
+    variants: dict[str, Method] = {
+        "plain": Autoregressive(),
+        "lookahead (7, 4, 7)": Lookahead(window=7, ngram=4, guesses=7),
+        "the same, its window not recycled": Lookahead(window=7, ngram=4, guesses=7, recycle=False),
+        "auto without heads": Auto(heads=False),
+        "history, recycling, runners-up": Parts(),
+        "the same, nothing carried": Parts(carried=False),
+        "the same, matches of 4 at most": Parts(history=4),
+        "the same, no history": Parts(history=0),
+        "the same, no recycling": Parts(ranks=0),
+        "the same, best token alone recycled": Parts(ranks=2, runners=0),
+        "the same, no runners-up": Parts(runners=0),
+        "the same with lookahead's window of 7": Parts(window=7),
+        "the same with a window of 3": Parts(window=3),
+        "the same, 32 rows": Parts(rows=32),
+        "the same, 128 rows": Parts(rows=128),
+    }
+    variants = {name: decoder.prepare(method) for name, method in variants.items()}
+    for method in variants.values():
+        for size in (12, 250, 500):
+            decoder.generate([1] * size, method=method, max_new_tokens=8)
+    spent: dict[tuple[str, str], list[float]] = {}
+    for question in spec_bench(arguments.data, arguments.each):
+        prompt = encoded(decoder, question["text"])
+        if len(prompt) + arguments.tokens >= 900:
+            continue
+        for name, method in variants.items():
+            synchronize()
+            start = time.perf_counter()
+            result = decoder.generate(prompt, method=method, max_new_tokens=arguments.tokens)
+            synchronize()
+            numbers = [result.new_tokens, result.steps, time.perf_counter() - start]
+            for task in (question["task"], "all"):
+                known = spent.setdefault((name, task), [0.0] * 3)
+                spent[name, task] = [old + new for old, new in zip(known, numbers, strict=True)]
+    tasks = [*dict.fromkeys(task for _, task in spent)]
+    table = Table("tokens a step", *tasks, "tokens/s")
+    for name in variants:
+        each = [spent[name, task][0] / spent[name, task][1] for task in tasks]
+        table.add_row(name, *(f"{one:.2f}" for one in each), f"{spent[name, 'all'][0] / spent[name, 'all'][2]:.0f}")
+    CONSOLE.print(f"times {arguments.times}, {arguments.each} prompts a task, {arguments.tokens} tokens", table)
+
+
 def together(arguments: argparse.Namespace) -> None:
     decoder, methods, _ = prepare(arguments)
     prompts = prompts_of(decoder, arguments, 24)[:64]
@@ -368,7 +453,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", OutpaceWarning)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["one", "auto", "together", "sampling"])
+    parser.add_argument("what", choices=["one", "auto", "ablate", "together", "sampling"])
     parser.add_argument("--model", required=True, help="the embedded model's folder")
     parser.add_argument("--gguf", type=Path, nargs="+", help="pieces of its file, to make the folder from")
     parser.add_argument("--data", type=Path, required=True, help="Spec-Bench's question file")

@@ -42,6 +42,7 @@ HOPE = 3.0  # the speed that is expected of the boldest method before it was tri
 AGAIN = 8  # so many texts until the boldest is tried again
 PACE = 0.3  # how quickly a method's known speed follows that of its texts
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista)}
+MEMORY = 2**14  # tokens whose followers are remembered at most
 NODES = 256  # guesses that are considered: so many are planted quickly
 
 
@@ -54,6 +55,7 @@ class Auto(Method):
 
     heads: a folder of trained heads. Without one, those that come with Outpace for the model; False for none.
     rows: the most rows of a step.
+    carried: whether a text begins with what the model said in the one before it, where tokens come again.
     """
 
     name = "auto"
@@ -61,6 +63,7 @@ class Auto(Method):
 
     heads: Any = None
     rows: int = 64
+    carried: bool = True
 
     def __post_init__(self) -> None:
         self.check(rows=(1, 1024))
@@ -95,7 +98,7 @@ class Auto(Method):
                 found.append(guesses_of(heads, engine, paths, lanes, 10))
             found.append(History(LONGEST, REACH, PLACES, "lookup", device, FLOOR))
             recycled = left - 2 * RUNNERS - sum(source.nodes for source in found[:-1])
-            found.append(Recycle(RANKS, max(32, recycled), lanes, device, runners=RUNNERS))
+            found.append(Recycle(RANKS, max(32, recycled), lanes, device, MEMORY, RUNNERS, self.carried))
             return found
 
         return Plan(sources, self.rows, sizes=SIZES, learned=partial(remembered, engine))

@@ -228,6 +228,8 @@ class Program:
             self.choices.close(place.lane)
             with torch.inference_mode():
                 self.lanes.limits[place.lane].fill_(0)
+                for source in self.sources:
+                    source.close(place.lane)
 
     def turn(self, places: Items[Place]) -> list[Stepped | None]:
         """The next step of each text; None where it is not there yet: ask again. The one after it is begun.

@@ -35,6 +35,9 @@ class Source:
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         """A text begins in a lane."""
 
+    def close(self, lane: int) -> None:
+        """It has ended."""
+
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         """Guesses below the ends of the texts. Those deeper than `room` [lanes] will be left out."""
         raise NotImplementedError

@@ -4,9 +4,9 @@ Most rows of a step are rejected, but the model has said what it expects after e
 the row's token alone, whatever stood before it, and is the next guess wherever that token comes again. Known as Token
 Recycling.
 
-The memory is each lane's own and begins empty. One for all texts would know more tokens, but then the steps of a text
-would depend on what was written before and beside it. The prompt's rows would fill it too, but they have no logits: by
-estimate, to compute them takes about as long as what they win.
+The memory is each lane's own. It begins empty, or with what the last text that ended has left: that knows more tokens,
+but then the steps of a text depend on what was written before it. The prompt's rows would fill it too, but they have no
+logits: by estimate, to compute them takes about as long as what they win.
 
 The runners-up are what the model ranked second, third, … where it chose the text's last token. Often one of them comes
 right after it. Known from LogitSpec.
@@ -44,13 +44,21 @@ class Recycle(Source):
 
     ranks: how many next tokens are remembered after each token.
     paths: how many paths are offered.
+    carried: whether a text begins with what the last one has left.
     runners: how many runners-up are offered, fewer than there are ranks, and what is remembered as best after each.
     """
 
     names = (NAME, "runner-up")
 
     def __init__(
-        self, ranks: int, paths: int, lanes: int, device: torch.device, size: int = SIZE, runners: int = 0
+        self,
+        ranks: int,
+        paths: int,
+        lanes: int,
+        device: torch.device,
+        size: int = SIZE,
+        runners: int = 0,
+        carried: bool = False,
     ) -> None:
         assert runners < ranks
         own = likely_paths(DEEPEST, ranks, paths)
@@ -64,6 +72,7 @@ class Recycle(Source):
         self._next = torch.zeros(lanes, size + 2, ranks, dtype=torch.int32, device=device)
         self._chances = torch.full((lanes, size + 2, ranks), NEVER, device=device)
         self.state = (self._known, self._next, self._chances)
+        self._left = [part[0].clone() for part in self.state] if carried else []  # by the last text
         trust = [0.0, *RUNNERS, *[RUNNERS[-1]] * ranks][:ranks]
         self._trust = torch.tensor(trust).log().to(device) if runners else None  # [ranks]
         self._depths = torch.tensor([len(way) for way in ways], device=device)
@@ -72,7 +81,13 @@ class Recycle(Source):
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         self._known[lane].fill_(NONE)
+        for part, left in zip(self.state, self._left, strict=False):
+            part[lane].copy_(left)
         self._chances[lane, -1].fill_(NEVER)
+
+    def close(self, lane: int) -> None:
+        for part, left in zip(self.state, self._left, strict=False):
+            left.copy_(part[lane])
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         if fused.usable(texts.device):
