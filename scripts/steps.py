@@ -35,6 +35,7 @@ from outpace.errors import OutpaceWarning
 from outpace.methods.auto import FLOOR, MEMORY, NODES
 from outpace.methods.headed import REACH, Ready, shipped
 from outpace.models.hf import HFModel
+from outpace.runtime import graphs
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.program import Program
 from outpace.sources.base import Plan, Source
@@ -320,6 +321,7 @@ class Parts(Method):
 
 def ablate(arguments: argparse.Namespace) -> None:
     """Tokens a step and tokens/s of trees that lack something, on the same prompts in turn."""
+    graphs.PROGRAMS = 32  # all of them are kept
     decoder, _, _ = prepare(arguments)
     variants: dict[str, Method] = {
         "plain": Autoregressive(),

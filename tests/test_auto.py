@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from outpace.methods import auto
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
-from outpace.runtime.sizes import CUTS, HOPE, LONGEST, TRIED, WAIT, Arm, Gains, Sizes
-from outpace.step.chances import FREE, KNOTS, SOURCES, Chances
+from outpace.runtime.sizes import LONGEST, TRIED, WAIT, Arm, Gains, Sizes
+from outpace.step.chances import CUTS, FREE, KNOTS, SOURCES, Chances
 from outpace.step.nodes import NEVER, believed, knots_of, plant
 
 from .conftest import mostly_slow, tiny, tiny_chain
@@ -118,16 +119,21 @@ def arms_of(sizes: Sizes, times: dict[tuple[int, bool], float]) -> list[Arm]:
     return arms
 
 
+def trees(*tokens: float) -> list[list[float]]:
+    """Trees that are expected to bring so many tokens with 64 rows and 16, with all sources and with free ones."""
+    return [[1, 1, 1, 1, few, few, most] for most, few in zip(tokens[::2], tokens[1::2], strict=True)]
+
+
 def test_a_size_is_chosen_by_what_it_brings_and_costs() -> None:
     sizes = Sizes()
     arms = arms_of(sizes, {(1, False): 1.0, (16, False): 1.1, (64, False): 1.2})
     gains = sizes.begin()
     assert sizes.choose([gains], arms).rows == 64
-    for _ in range(60):
-        gains.learn((0, 5), 64, 64, 2, False)  # two tokens, with sixteen rows as well
+    for _ in range(200):
+        gains.learn(trees(2, 2, 2, 2), arms[2], 2, 2)
     assert sizes.choose([gains], arms).rows == 16
-    for _ in range(60):
-        gains.learn((0,), 64, 64, 1, False)
+    for _ in range(200):
+        gains.learn(trees(2, 2, 2, 2), arms[2], 1, 1)  # none of them is right
     chosen = [sizes.choose([gains], arms).rows for _ in range(600)]
     assert {*chosen} == {1, 64}
     assert 600 // LONGEST <= chosen.count(64) <= 10  # now and then, and ever more seldom
@@ -140,16 +146,25 @@ def test_heads_are_left_out_where_they_bring_less_than_they_cost() -> None:
     sizes = Sizes()
     arms = arms_of(sizes, {(1, False): 1.0, (64, False): 1.2, (64, True): 1.5})
     gains = sizes.begin()
-    for _ in range(60):
-        gains.learn((0, 5, 9, 12), 64, 64, free=2, costly=True)
+    for _ in range(200):
+        gains.learn(trees(4, 3, 2, 2), arms[2], tokens=4, free=2)
     assert sizes.choose([gains], arms).costly  # twice the tokens for a quarter more time
-    for _ in range(60):
-        gains.learn((0, 5, 9, 12), 64, 64, free=4, costly=True)
+    for _ in range(200):
+        gains.learn(trees(4, 3, 4, 3), arms[2], tokens=4, free=4)
     assert sizes.choose([gains], arms) == arms[1]  # others have guessed all of it
-    sizes.timed(arms[2].kind, 1.21)
     for _ in range(99):
         sizes.timed(arms[2].kind, 1.21)
     assert sizes.choose([gains], arms).costly  # there is no way back, so a percent is not enough
+
+
+def test_steps_that_were_never_timed_drift_with_those_that_were() -> None:
+    sizes = Sizes()
+    for kind, ms in (("one", 1.0), ("two", 2.0)):
+        sizes.rested(kind, ms)
+    assert sizes.costs("one", "two") == (1.0, 2.0)
+    sizes.timed("one", 1.5)
+    assert sizes.costs("one", "two") == (1.5, 3.0)
+    assert sizes.costs("one", "three") is None
 
 
 def test_a_text_goes_on_without_heads_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,22 +196,35 @@ def test_steps_that_waited_for_something_else_say_little() -> None:
     assert WAIT < LONGEST
 
 
-@given(
-    path=st.lists(st.integers(1, 63), unique=True, max_size=6),
-    rows=st.sampled_from([1, 16, 64]),
-    draw_free=st.integers(0, 100),
-)
-def test_gains_are_what_fewer_rows_would_have_brought(path: list[int], rows: int, draw_free: int) -> None:
-    path = [0, *sorted(row for row in path if row < rows)]
-    free = draw_free % (len(path) + 1)
-    gains = Gains()
-    for _ in range(300):
-        gains.learn(tuple(path), rows, rows, free, costly=True)
-    for place, cut in enumerate(CUTS):
-        expected = sum(row < cut for row in path) if cut <= rows else HOPE[place]
-        assert abs(gains.tokens(cut) - expected) < 1e-6
-        expected = sum(row < cut for row in path[:free]) if cut <= rows else HOPE[place]
-        assert abs(gains.tokens(cut, costly=False) - expected) < 1e-6
+@given(draw=st.randoms(use_true_random=False), lanes=st.integers(1, 3))
+@settings(max_examples=30)
+def test_what_trees_may_bring_is_the_sum_of_the_chances_of_their_guesses(draw: random.Random, lanes: int) -> None:
+    each = [random_offers(draw) for _ in range(lanes)]
+    nodes = [nodes_of(offers) for offers in zip(*each, strict=True)]
+    offers = [offer._replace(sources=1 + number % 2, costly=number % 2 == 0) for number, offer in enumerate(nodes)]
+    table = torch.tensor(Chances(["model", "one", "two"]).table())
+    room = torch.full((lanes,), 9)
+    for kind, some in enumerate((offers, offers[1::2])):
+        expected = plant(torch.arange(lanes), offers, 8, room, table=table).expected
+        assert expected is not None
+        for place, cut in enumerate(CUTS):
+            rows = plant(torch.arange(lanes), some, cut, room, table=table) if some and cut > 1 else None
+            for lane in range(lanes):
+                right = 0.0
+                for row in range(1, cut) if rows else ():
+                    if rows is not None and rows.valid[lane, row]:
+                        right += likeliest_of(some, lane, int(rows.hashes[lane, row]), table)
+                assert abs(expected[lane, kind, place] - 1 - right) < 0.01 * (1 + right)  # but for what depth takes off
+
+
+def likeliest_of(offers: list[Any], lane: int, path: int, table: torch.Tensor) -> float:
+    """The greatest chance that is believed of a path."""
+    found = []
+    for offer in offers:
+        hashes = offer.paths[lane].gather(1, offer.depths[lane, :, None])[:, 0]
+        said = offer.chances[lane][hashes == path]
+        found += believed(said[None], torch.full_like(said[None], offer.sources, dtype=torch.long), table)[0].tolist()
+    return math.exp(max(found))
 
 
 @pytest.mark.parametrize("heads", [None, "medusa", "hydra", "amphista"])

@@ -79,7 +79,8 @@ def steps_of(
             assert not isinstance(step, Exception), step
             found[number].append((step.tokens, step.rows, step.draft.tokens, step.draft.parents, step.draft.sources))
         assert decoder.engine.pool.held == 0
-        found += [entry[-1].sizes._before._without for entry in decoder.engine._programs]  # what free guesses bring
+        known = [entry[-1].sizes.begin() for entry in decoder.engine._programs]  # what trees have brought
+        found += [[round(gains.tokens(16, costly), 3) for costly in (True, False)] for gains in known]
     model.to("cpu")
     return found
 

@@ -23,13 +23,13 @@ from ..sending import put
 from ..sources.base import Climbing, Plan, Reading, Source, Writing, drafted, families, named
 from ..sources.heads import alone
 from ..step import fused
-from ..step.chances import FREE, KNOTS
+from ..step.chances import CUTS, FREE, KNOTS
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
 from ..step.nodes import Nodes, Rows, plant
 from ..step.walking import Walk, walk
 from .fixed import Clock, FixedStep, bits
-from .sizes import TRIED, Arm, Gains, Sizes
+from .sizes import TRIED, Arm, Expected, Gains, Sizes
 
 if TYPE_CHECKING:
     from .graphs import GraphEngine
@@ -66,13 +66,14 @@ class Place:
         self.steps: deque[Stepped] = deque()  # that were read, and nobody asked for yet
         self.ended = False
 
-    def add(self, stepped: Stepped, arm: Arm) -> None:
-        """Such a step has brought this."""
+    def add(self, stepped: Stepped, arm: Arm, expected: Expected | None) -> None:
+        """Such a step has brought this; what was expected of it where chances are learnt."""
         tokens = len(stepped.tokens)
         self.length += tokens
         self.taken += 1
         self.pace += PACE * (tokens - self.pace)
-        self.gains.learn(stepped.rows, arm.rows, len(stepped.draft), stepped.free, arm.costly)
+        if expected is not None and arm.rows > 1:
+            self.gains.learn(expected, arm, tokens, stepped.free)
         self.steps.append(stepped)
 
 
@@ -253,10 +254,14 @@ class Program:
         self.sizes.timed(kind, flight.ms())
         cost = self.sizes.costs(kind, (kind[0], 1, False, *kind[3:]))
         lanes = [lane for lane, place in flight.places.items() if not place.ended]
-        for lane, line in zip(lanes, numbers[lanes].tolist(), strict=True):
+        expected: Items[Expected | None] = [None] * len(lanes)
+        if self.chances is not None:
+            said = numbers[lanes][:, -2 * len(CUTS) :].copy().view(np.float32)
+            expected = said.reshape(-1, 2, len(CUTS)).tolist()
+        for lane, line, hoped in zip(lanes, numbers[lanes].tolist(), expected, strict=True):
             stepped = self._unpack(line, flight.size, cost)
             if stepped.tokens or stepped.fault:  # otherwise it rests
-                flight.places[lane].add(stepped, flight.arm)
+                flight.places[lane].add(stepped, flight.arm, hoped)
         if self.chances is not None:
             # Where costly sources have a gap they guess badly, which says nothing of them elsewhere.
             lanes = [lane for lane in lanes if not (flight.arm.costly and flight.places[lane].frugal)]
@@ -321,7 +326,7 @@ class Program:
                 made = self.engine.captured(lambda key=key: _Whole(self, *key), size, span, group)  # type: ignore[misc]
                 self._graphs[key] = made
                 if made is not None and self.plan.sizes:
-                    self.sizes.timed(key, made.ms)
+                    self.sizes.rested(key, made.ms)
             graph = self._graphs[key]
             if graph is not None:
                 found.append(graph)
@@ -367,7 +372,8 @@ class Program:
         kept = np.arange(deep) < counts  # [lanes, depth]
         right = np.zeros((len(numbers), size), dtype=np.bool_)
         right[np.nonzero(kept)[0], numbers[:, 2 : 2 + deep][kept]] = True
-        said, marks = numbers[:, 2 + 2 * deep + 2 * size :].reshape(-1, 2, size).swapaxes(0, 1)
+        start = 2 + 2 * deep + 2 * size
+        said, marks = numbers[:, start : start + 2 * size].reshape(-1, 2, size).swapaxes(0, 1)
         guessed = (marks > 0) & (counts > 0)
         guessed[:, 0] = False
         if self.chances.learn(said[guessed], right[guessed]):
@@ -541,7 +547,8 @@ class _Whole(_Trees):
         fault = torch.where(lost.any(1), lost.int().argmax(1), -1)
         marks = rows.valid.int() + (rows.valid & rows.accepted)
         numbers = [kept.counts[:, None], fault[:, None], kept.rows, kept.tokens, rows.tokens, rows.parents]
-        return torch.cat([part.int() for part in (*numbers, rows.sources, marks)], 1)
+        said = [] if rows.expected is None else [rows.expected.flatten(1).view(torch.int32)]
+        return torch.cat([part.int() for part in (*numbers, rows.sources, marks, *said)], 1)
 
     def capture(self, memory: Any) -> Any:
         """Without a trace in the lanes: they rest meanwhile, and all is as it was afterwards."""

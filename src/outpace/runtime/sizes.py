@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-CUTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that gains are known for
+from ..step.chances import CUTS
+
+Expected: TypeAlias = "Sequence[Sequence[float]]"
+"""[2, CUTS] what trees of so many rows may bring: with all sources, and without the costly ones."""
+
 HOPE = [1.0 + 0.25 * place for place in range(len(CUTS))]  # what is expected where nothing is known yet
-RATE = 0.1  # how quickly a text's gains follow its steps
-SLOWLY = 0.01  # how quickly those of the next text's beginning do
-WAIT = 8  # steps with fewer rows until the most are tried again
+RATE = 0.1  # how quickly what is known of a text's trees follows them
+SURE = 0.03  # how quickly what is known of how often they are right does
+SLOWLY = 0.01  # how quickly what is known of the next text's beginning follows the steps of texts
+WAIT = 8  # steps of one row until the most are tried again
 LONGEST = 128  # the same, where they were tried in vain again and again
 TIMING = 0.1  # how quickly the known milliseconds follow the measured ones
-CERTAIN = 1.02  # so much quicker steps without costly sources must be
-TRIED = 8  # steps with them, at least, before a text goes on without
+CERTAIN = 1.03  # so much quicker steps without costly sources must be
+TRIED = 12  # steps with them, at least, before a text goes on without
 
 
 class Arm(NamedTuple):
@@ -25,51 +30,70 @@ class Arm(NamedTuple):
     kind: tuple[Hashable, ...]  # steps of one kind take as long as each other
 
 
-class Gains:
-    """The tokens that steps of one text bring, by their rows.
+class _Known:
+    """What is known of one kind of tree of a text."""
 
-    Rows come likeliest first. So a step says what it would have brought with fewer of them; and, where there were no
-    more guesses, with more. Of its guesses some were also made by a source that costs nothing, so it says what it would
-    have brought without the others, too, or a little less: then there would be room for more guesses.
+    def __init__(self, before: _Known | None = None) -> None:
+        self.tokens: list[float] = [*before.tokens] if before else [*HOPE]  # expected, by CUTS
+        self.hoped: float = before.hoped if before else 1.0  # guesses that were expected to be right, in a step
+        self.right: float = before.right if before else 1.0  # and that were
+
+    def learn(self, expected: Sequence[float], rows: int, right: int) -> None:
+        self.tokens = [known + RATE * (new - known) for known, new in zip(self.tokens, expected, strict=True)]
+        self.hoped += SURE * (_between(expected, rows) - 1.0 - self.hoped)
+        self.right += SURE * (right - self.right)
+
+    def brings(self, rows: int) -> float:
+        return 1.0 + (_between(self.tokens, rows) - 1.0) * self.right / max(self.hoped, 0.01)
+
+    def follow(self, other: _Known, rate: float) -> None:
+        self.tokens = [known + rate * (new - known) for known, new in zip(self.tokens, other.tokens, strict=True)]
+        self.hoped += rate * (other.hoped - self.hoped)
+        self.right += rate * (other.right - self.right)
+
+
+class Gains:
+    """The tokens that steps of one text bring, by their rows, with costly sources and without.
+
+    What a tree is expected to bring is the sum of the chances of its guesses, and so it is known of trees of any size
+    whenever one is made. How often guesses are right in this text, beside what is expected, is counted.
 
     >>> gains = Gains()
-    >>> for _ in range(99):
-    ...     gains.learn((0, 1, 9), rows=16, real=16, free=2, costly=True)
-    >>> gains.tokens(1), round(gains.tokens(8), 2), round(gains.tokens(16), 2), gains.tokens(64)
-    (1.0, 2.0, 3.0, 2.5)
-    >>> round(gains.tokens(16, costly=False), 2)
-    2.0
+    >>> for _ in range(200):  # guesses are right half as often as expected; those that are free, as expected
+    ...     gains.learn([[1, 1.5, 2, 3, 3, 3, 3], [1, 1, 1, 1.5, 2, 2, 2]], Arm(16, True, ()), tokens=2, free=2)
+    >>> [round(gains.tokens(rows), 1) for rows in (1, 4, 8, 64)]
+    [1.0, 1.5, 2.0, 2.0]
+    >>> [round(gains.tokens(rows, costly=False), 1) for rows in (1, 4, 8, 64)]
+    [1.0, 1.0, 1.5, 2.0]
     """
 
     def __init__(self, before: Gains | None = None) -> None:
-        self._with: list[float] = [*before._with] if before else [*HOPE]
-        self._without: list[float] = [*before._without] if before else [*HOPE]
+        self._with: _Known = _Known(before._with if before else None)
+        self._without: _Known = _Known(before._without if before else None)
 
-    def learn(self, path: Sequence[int], rows: int, real: int, free: int, costly: bool) -> None:
-        """A step of `rows` rows, of which `real` were there, accepted those of `path`, row 0 included.
-
-        The first `free` of them were free guesses. `costly` says whether others were asked for at all.
-        """
-        for place, cut in enumerate(CUTS):
-            if rows >= cut or real < rows:
-                brought = bisect_left(path, cut)
-                if costly:
-                    self._with[place] += RATE * (brought - self._with[place])
-                self._without[place] += RATE * (min(brought, free) - self._without[place])
+    def learn(self, expected: Expected, arm: Arm, tokens: int, free: int) -> None:
+        """Such a step has brought so many tokens; `free` of them come of guesses that cost nothing, or of none."""
+        if arm.costly:
+            self._with.learn(expected[0], arm.rows, tokens - 1)
+        self._without.learn(expected[1], arm.rows, min(free, tokens) - 1)
 
     def tokens(self, rows: int, costly: bool = True) -> float:
         """What a step of so many rows is expected to bring."""
-        known = self._with if costly else self._without
-        right = min(bisect_left(CUTS, rows), len(CUTS) - 1)
-        left = max(right - 1, 0)
-        if rows >= CUTS[right]:
-            return known[right]
-        return known[left] + (known[right] - known[left]) * (rows - CUTS[left]) / (CUTS[right] - CUTS[left])
+        return (self._with if costly else self._without).brings(rows)
 
     def follow(self, other: Gains, rate: float) -> None:
         """Become more like another text's."""
-        for mine, theirs in ((self._with, other._with), (self._without, other._without)):
-            mine[:] = [known + rate * (new - known) for known, new in zip(mine, theirs, strict=True)]
+        self._with.follow(other._with, rate)
+        self._without.follow(other._without, rate)
+
+
+def _between(tokens: Sequence[float], rows: int) -> float:
+    """Of what is known by CUTS, for so many rows."""
+    right = min(bisect_left(CUTS, rows), len(CUTS) - 1)
+    left = max(right - 1, 0)
+    if rows >= CUTS[right]:
+        return tokens[right]
+    return tokens[left] + (tokens[right] - tokens[left]) * (rows - CUTS[left]) / (CUTS[right] - CUTS[left])
 
 
 class Sizes:
@@ -77,7 +101,9 @@ class Sizes:
 
     def __init__(self) -> None:
         self._before = Gains()  # what is expected of a text of which nothing is known
-        self._ms: dict[Hashable, float] = {}
+        self._rested: dict[Hashable, float] = {}  # milliseconds of each kind of step without a text
+        self._ms: dict[Hashable, float] = {}  # and with texts
+        self._drift = 1.0  # what the second have of the first
         self._wait, self._waited = WAIT, 0
 
     def begin(self) -> Gains:
@@ -88,6 +114,10 @@ class Sizes:
         """A text has ended after so many steps."""
         self._before.follow(gains, min(1.0, SLOWLY * steps))
 
+    def rested(self, kind: Hashable, ms: float) -> None:
+        """A step of this kind took so long, without a text."""
+        self._rested[kind] = ms
+
     def timed(self, kind: Hashable, ms: float) -> None:
         """A step of this kind took so long. One that waited for something else says nothing."""
         known = self._ms.get(kind)
@@ -95,10 +125,18 @@ class Sizes:
             self._ms[kind] = ms if known is None else known + 3 * TIMING * (ms - known)
         elif ms < 1.5 * known:
             self._ms[kind] = known + TIMING * (ms - known)
+        if kind in self._rested:
+            self._drift = self._ms[kind] / self._rested[kind]
+
+    def ms(self, kind: Hashable) -> float | None:
+        """How long steps of this kind take. What was never timed drifts with what was."""
+        if kind in self._ms or kind not in self._rested:
+            return self._ms.get(kind)
+        return self._drift * self._rested[kind]
 
     def costs(self, kind: Hashable, other: Hashable) -> tuple[float, float] | None:
         """Milliseconds of steps of these two kinds; None where one is not known."""
-        spent, single = self._ms.get(kind), self._ms.get(other)
+        spent, single = self.ms(kind), self.ms(other)
         return None if spent is None or single is None else (spent, single)
 
     def choose(self, texts: Sequence[Gains], arms: Sequence[Arm]) -> Arm:
@@ -112,16 +150,15 @@ class Sizes:
             if values[best] > CERTAIN * values[other]:
                 return best
             best = other
-        most = max(alike, key=lambda arm: arm.rows)
-        if best == most:
+        if best.rows > 1:
             self._wait, self._waited = WAIT, 0
             return best
         self._waited += 1
         if self._waited < self._wait:
             return best
         self._wait, self._waited = min(2 * self._wait, LONGEST), 0
-        return most
+        return max(alike, key=lambda arm: arm.rows)  # what guesses would bring is not known of steps without them
 
     def _value(self, texts: Sequence[Gains], arm: Arm) -> float:
         """Tokens a millisecond."""
-        return sum(gains.tokens(arm.rows, arm.costly) for gains in texts) / self._ms.get(arm.kind, 1.0)
+        return sum(gains.tokens(arm.rows, arm.costly) for gains in texts) / (self.ms(arm.kind) or 1.0)

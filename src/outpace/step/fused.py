@@ -12,7 +12,7 @@ import torch
 
 from ..models.best import find_best
 from ..models.launching import early
-from .chances import FREE, HALVING, KNOTS, SOURCES
+from .chances import CUTS, FREE, HALVING, KNOTS, SOURCES
 from .choosing import Choices
 from .lanes import Lanes
 from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows
@@ -85,6 +85,7 @@ def plant(
     keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
     flags = torch.empty(group, max(padded, 1), dtype=torch.int32, device=device)
     numbers = torch.empty(group, 2 * size, dtype=torch.long, device=device)
+    expected = torch.empty(group, 2, len(CUTS), device=device)
     kernels.plant[(group,)](
         *(tokens, depths, paths, chances, sources, marks),
         *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0), context, turn),
@@ -92,7 +93,7 @@ def plant(
         *(found.sources, found.hashes),
         *(fixed.tokens, fixed.positions, fixed.slots, fixed.lists.tree, fixed.lists.tree.stride(0)),
         *(fixed.lists.length, scratch, keys, flags, numbers),
-        *(keys if prices is None else prices, keys if table is None else table),
+        *(keys if prices is None else prices, keys if table is None else table, expected),
         *(nodes, most, count, math.log(gate) if gate else NEVER),
         NODES=padded,
         ROWS=size,
@@ -109,6 +110,8 @@ def plant(
         HALVING=HALVING,
         SOURCES=SOURCES,
         FREE=FREE,
+        COSTLY=any(offer.costly for offer in offers),
+        CUTS=len(CUTS),
         num_warps=8 if padded >= 256 else 4,
     )
     return found._replace(
@@ -116,6 +119,7 @@ def plant(
         valid=found.valid.view(torch.bool),
         accepted=found.accepted.view(torch.bool),
         words=packed,
+        expected=None if table is None else expected,
     )
 
 
@@ -213,7 +217,8 @@ def settle(
         return torch.empty(group, *shape, dtype=dtype, device=device)
 
     best, kept, before = numbers(count), Walk(numbers(deep), numbers(deep), numbers()), numbers()
-    report = numbers(2 + 2 * deep + 4 * count, dtype=torch.int32)
+    said = 0 if rows.expected is None else 2 * len(CUTS)
+    report = numbers(2 + 2 * deep + 4 * count + said, dtype=torch.int32)
     kernels.settle[(group,)](
         *(chosen, found, found.shape[1]),
         *(rows.tokens, rows.parents, rows.depths, rows.words, rows.valid.view(torch.int8)),
@@ -221,6 +226,7 @@ def settle(
         *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0)),
         *((counted.seen, counted.answered, counted.vocabulary) if counted else (best, best, 0)),
         *(best, kept.rows, kept.tokens, kept.counts, before, report, report.stride(0), count),
+        *(best if rows.expected is None else rows.expected.view(torch.int32), said),
         ROWS=_power(count),
         WORDS=rows.words.shape[2],
         DEEP=deep,

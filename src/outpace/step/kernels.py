@@ -62,16 +62,25 @@ def _ranks(keys, flags, key, flag, node, nodes, NODES: tl.constexpr, BLOCK: tl.c
     return rank
 
 
+@triton.jit
+def _expect(expected, key, rank, MUST: tl.constexpr, CUTS: tl.constexpr):
+    """What trees of 1, 2, 4, … rows may bring, of nodes with these keys and ranks."""
+    likely = tl.where(key < MUST / 2, tl.exp(tl.minimum(key, 0.0)), 0.0)
+    for cut in tl.static_range(CUTS):
+        tl.store(expected + cut, 1.0 + tl.sum(tl.where(rank < (1 << cut) - 1, likely, 0.0), 0))
+
+
 @triton.jit(do_not_specialize=LANES_VARY)
 def plant(
     tokens, depths, paths, chances, sources, marks,
     text, lengths, limits, slots, text_line, context, turn,
     row_tokens, row_parents, row_depths, row_sees, row_words, row_valid, row_accepted, row_sources, row_hashes,
     fixed_tokens, fixed_positions, fixed_slots, fixed_tree, tree_line, fixed_lengths, scratch,
-    keys, flags, numbers, prices, table, nodes, most, count, least,
+    keys, flags, numbers, prices, table, expected, nodes, most, count, least,
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
     LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
+    COSTLY: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
     """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
 
@@ -128,6 +137,7 @@ def plant(
         accepted = tl.zeros([NODES], tl.int32)
         guess = tl.zeros([NODES], tl.int32)
         free = tl.zeros([NODES], tl.int32)
+        free_twice = tl.zeros([NODES], tl.int32)
         for begin in range(0, nodes, BLOCK):
             other = begin + tl.arange(0, BLOCK)
             its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
@@ -141,7 +151,11 @@ def plant(
             accepted |= tl.max((same & ((its_mark & 2) != 0)[None, :]).to(tl.int32), 1)
             guess |= tl.max((same & ((its_mark & 1) == 0)[None, :]).to(tl.int32), 1)
             if LEARNED:
-                free |= tl.max((same & ((its_mark & 4) != 0)[None, :]).to(tl.int32), 1)
+                its_free = same & ((its_mark & 4) != 0)[None, :]
+                free |= tl.max(its_free.to(tl.int32), 1)
+                if COSTLY:
+                    free_twice |= tl.max((its_free & (higher | tied)).to(tl.int32), 1)
+        free_key = tl.where(((mark & 4) != 0) & (free_twice == 0), key, float("-inf"))
         if LEARNED:
             source += FREE * free.to(tl.int64)
         key = tl.where(twice > 0, float("-inf"), key)
@@ -151,6 +165,17 @@ def plant(
         tl.store(flags + node, none)
         tl.debug_barrier()
         rank = _ranks(keys, flags, key, none, node, nodes, NODES, BLOCK)
+        if LEARNED:
+            _expect(expected + lane * 2 * CUTS, key, rank, MUST, CUTS)
+            free_rank = rank
+            if COSTLY:
+                tl.debug_barrier()
+                tl.store(keys + node, free_key)
+                tl.debug_barrier()
+                free_rank = _ranks(keys, flags, free_key, none, node, nodes, NODES, BLOCK)
+            else:
+                free_key = key
+            _expect(expected + lane * 2 * CUTS + CUTS, free_key, free_rank, MUST, CUTS)
         taken = (rank < most - 1) & (key > float("-inf"))
         if PROBES:  # guesses come first, and with them what is a guess and a probe
             tl.debug_barrier()
@@ -241,13 +266,13 @@ def plant(
 def settle(
     chosen, found, all_rows, row_tokens, row_parents, row_depths, row_words, row_valid, row_accepted, row_sources,
     text, lengths, limits, slots, text_line, times_seen, times_answered, vocabulary,
-    best, kept_rows, kept_tokens, kept_counts, before, report, report_line, count,
+    best, kept_rows, kept_tokens, kept_counts, before, report, report_line, count, said, more,
     ROWS: tl.constexpr, WORDS: tl.constexpr, DEEP: tl.constexpr, DEPTHS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """One lane: walk down its tree with the target's choices, keep what holds, and report it.
 
     DEPTHS, a power of two, is at least DEEP, the rows that a path has at most. COUNTED: what is kept is counted
-    [lanes, vocabulary].
+    [lanes, vocabulary]. `said`, `more` numbers of each lane, 16 at most, is passed on with the report.
     """
     lane = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -306,6 +331,9 @@ def settle(
     tl.store(report + 2 + depth, row, mask=kept)
     tl.store(report + 2 + DEEP + depth, pick.to(tl.int32), mask=on_path)
     rest = report + 2 + 2 * DEEP
+    place = tl.arange(0, 16)
+    heard = tl.load(said + lane * more + place, mask=place < more, other=0)
+    tl.store(rest + 4 * count + place, heard.to(tl.int32), mask=place < more)
     tl.store(rest + row, token.to(tl.int32), mask=real)
     tl.store(rest + count + row, parent.to(tl.int32), mask=real)
     source = tl.load(row_sources + first + row, mask=real, other=0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .chances import FREE, HALVING, KNOTS, SOURCES
+from .chances import CUTS, FREE, HALVING, KNOTS, SOURCES
 
 NEVER = -torch.inf
 MUST = 1e4  # more than any logarithm of a chance takes away
@@ -48,6 +48,7 @@ class Rows(NamedTuple):
     sources: torch.Tensor  # [lanes, rows]
     hashes: torch.Tensor  # [lanes, rows] of the paths
     words: torch.Tensor | None = None  # [lanes, rows, words] `sees` as bits, where a kernel made it
+    expected: torch.Tensor | None = None  # [lanes, 2, CUTS] where chances are learnt: see `plant`
 
 
 def mix(tokens: torch.Tensor, depths: torch.Tensor | int) -> torch.Tensor:
@@ -88,13 +89,14 @@ def plant(
     or more] of a step by its rows, as many are taken as bring the most expected tokens for their price. Probes are
     always taken. Further rows fill up to `rows`, if so many are asked for. With a `table` of `Chances` guesses are as
     likely as it says; then `Rows.sources` has the knot of what the source said, too: SOURCES times it is added, and
-    FREE where a source that is not costly offers the same path.
+    FREE where a source that is not costly offers the same path. And `Rows.expected` has the tokens that trees of CUTS
+    rows may bring, of all nodes and of those from sources that are not costly.
     """
     rows = rows or most
     device = roots.device
     count = sum(offer.tokens.shape[1] for offer in offers)
     if not count or most == 1:
-        return _bare(roots, rows)
+        return _bare(roots, rows, table is not None)
     deepest = max(offer.paths.shape[2] for offer in offers)
     tokens = torch.cat([offer.tokens for offer in offers], 1)
     depths = torch.cat([offer.depths for offer in offers], 1)
@@ -127,8 +129,11 @@ def plant(
         found = (same & (marks[order] & there)[:, None, :]).any(2)
         return torch.empty_like(found).scatter_(1, order, found)
 
+    expected = None
     if table is not None:
-        sources = sources + FREE * common(_marks([not offer.costly for offer in offers], sizes, device))
+        free = _marks([not offer.costly for offer in offers], sizes, device)
+        sources = sources + FREE * common(free)
+        expected = torch.stack([_expected(keys, same, free[order] | costly) for costly in (True, False)], 1)
     keys, left = keys.masked_fill(same.tril(-1).any(2), NEVER).sort(dim=1, descending=True, stable=True)
     keys, taken = keys[:, : most - 1], order.gather(1, left[:, : most - 1])
     if probing:  # guesses come first, and with them what is a guess and a probe
@@ -162,16 +167,29 @@ def plant(
     if not all(offer.accepted for offer in offers):
         accepted = common(_marks([offer.accepted for offer in offers], sizes, device)).gather(1, taken)
         accepted = F.pad(accepted, (1, 0), value=True) & valid
-    return Rows(tokens, parents, depths, sees, valid, accepted, sources, hashes)
+    return Rows(tokens, parents, depths, sees, valid, accepted, sources, hashes, expected=expected)
 
 
-def _bare(roots: torch.Tensor, rows: int) -> Rows:
+def _expected(keys: torch.Tensor, same: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+    """[lanes, CUTS] the tokens that trees of the likeliest of `some` nodes may bring.
+
+    The keys fall. Of nodes with the `same` path one counts.
+    """
+    again = (same & some[:, None, :]).tril(-1).any(2)
+    guesses = some & ~again & (keys < MUST / 2)
+    likely = torch.where(guesses, keys.clamp(max=0).exp(), 0.0).sort(dim=1, descending=True).values
+    total = F.pad(likely.cumsum(1), (1, 0))
+    return 1.0 + total[:, [min(cut - 1, likely.shape[1]) for cut in CUTS]]
+
+
+def _bare(roots: torch.Tensor, rows: int, learned: bool) -> Rows:
     """No guesses."""
     lanes, device = len(roots), roots.device
     none = torch.zeros(lanes, rows, dtype=torch.long, device=device)
     first = F.pad(torch.ones(lanes, 1, dtype=torch.bool, device=device), (0, rows - 1))
     sees = torch.eye(rows, dtype=torch.bool, device=device).expand(lanes, -1, -1)
-    return Rows(F.pad(roots[:, None], (0, rows - 1)), none, none, sees, first, first, none, none)
+    expected = torch.ones(lanes, 2, len(CUTS), device=device) if learned else None
+    return Rows(F.pad(roots[:, None], (0, rows - 1)), none, none, sees, first, first, none, none, expected=expected)
 
 
 def whole(sources: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
