@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from outpace import (
     Auto,
@@ -25,7 +27,9 @@ from outpace import (
     PromptLookup,
     Sampling,
     Step,
+    chart,
 )
+from outpace.bench import calibration
 from outpace.methods import auto
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
@@ -333,7 +337,7 @@ def test_a_method_that_brings_less_than_it_costs_is_given_up(monkeypatch: pytest
 
 
 def test_the_quickest_method_is_taken_and_the_boldest_tried_again() -> None:
-    known = auto._Known(Decoder(tiny("Llama")).engine)
+    known = auto.Known(Decoder(tiny("Llama")).engine)
     methods = [Lookahead(), PromptLookup()]
     assert known.choose(methods) == 0
     known.learn(methods[0], 0.9)
@@ -343,6 +347,8 @@ def test_the_quickest_method_is_taken_and_the_boldest_tried_again() -> None:
     for _ in range(9):
         known.learn(methods[0], 1.5)
     assert known.choose(methods) == 0
+    assert known.begun == {"lookahead": 3, "prompt-lookup": 6}
+    assert known.speeds["prompt-lookup"] == 1.2
 
 
 @pytest.mark.parametrize(("patience", "steps"), [(1e9, 15), (0.0, 5)])
@@ -355,6 +361,33 @@ def test_a_glance_is_short_where_steps_take_long(patience: float, steps: int, mo
     assert len(asked) == steps
     assert all(0 < seconds < float("inf") for seconds in curve.seconds[0])
     assert engine.pool.held == 0
+
+
+def test_a_look_at_what_it_believes_and_chose(tmp_path: Path) -> None:
+    decoder = decoder_of(tiny("Llama"))
+    decoder.method = decoder.prepare("autoregressive")  # whatever the decoder's own is
+    curve = CostCurve({"model": "tiny"}, (1, 2, 4), (64,), ((1.0, 1.1, 1.2),))
+    found = calibration.look(decoder)
+    assert found.total.new_tokens == calibration.LONG
+    assert sum(found.steps.values()) >= found.total.steps  # the step behind the last may have been begun
+    assert {rows for rows, _ in found.steps} <= {1, 16, 64}
+    assert not any(heads for _, heads in found.steps)
+    assert set(found.beliefs) >= {"lookup", "recycled"}
+    for belief in found.beliefs.values():
+        assert len(belief.said) == len(belief.believed) == len(belief.guesses) == KNOTS
+        assert belief.said == sorted(belief.said, reverse=True)
+        assert belief.believed == sorted(belief.believed, reverse=True)
+    assert sum(sum(belief.guesses) for belief in found.beliefs.values()) > 0
+    assert (found.texts, found.speeds) == ({}, {})  # the host does not draft
+    stored = json.loads(json.dumps(found.to_json()))
+    assert sum(line["steps"] for line in stored["steps"]) == sum(found.steps.values())
+    console = Console(file=io.StringIO(), width=200)
+    chart.print_look(console, found)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(words in shown for words in ("lookup: believed (counted)", "steps that auto chose", "tokens a step"))
+    if chart.can_plot():
+        chart.save_calibration(curve, found, tmp_path / "look.svg")
+        assert (tmp_path / "look.svg").stat().st_size > 1000
 
 
 def test_models_that_compute_chains_only_and_bad_settings() -> None:

@@ -97,6 +97,7 @@ def test_all_write_the_same(pair: tuple[Decoder, Any], tmp_path: Path) -> None:
             assert sum(found["accepted_per_step"]) == sum(found["sources"].values()) == len(found["token_ids"])
             assert found["rows"] >= found["steps"] == len(found["accepted_per_step"])
             assert all(took <= had for took, had in zip(found["accepted"], found["offered"], strict=True))
+            assert found["rows"] == found["steps"] + sum(found["guesses"].values())
 
 
 def test_the_second_turn_follows_plain_decodings_answer(pair: tuple[Decoder, Any], tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_runs_of_another_bench_are_not_mixed_in(
     [
         ("no journal", "is no file of finished runs"),
         ("[1]", "is no file of finished runs"),
-        ('{"kind": "outpace bench runs", "version": 0}', "is of version 0; this Outpace .* reads version 1"),
+        ('{"kind": "outpace bench runs", "version": 0}', "is of version 0; this Outpace .* reads version 2"),
         ('{"kind": "other"}', "is not an outpace bench runs file"),
     ],
 )
@@ -250,9 +251,9 @@ def test_results(pair: tuple[Decoder, Any], tmp_path: Path) -> None:
                     assert str(token) in race["words"]
         assert len(answers) == 1
     stored = json.loads(path.read_text())
-    for version in (0, 2, None):
+    for version in (1, 3, None):
         path.write_text(json.dumps({**stored, "version": version}))
-        with pytest.raises(InputError, match=r"this Outpace .* reads version 1"):
+        with pytest.raises(InputError, match=r"this Outpace .* reads version 2"):
             read_results(path)
     path.write_text(json.dumps(stored)[:-5])
     with pytest.raises(InputError, match="no whole JSON"):
@@ -260,13 +261,18 @@ def test_results(pair: tuple[Decoder, Any], tmp_path: Path) -> None:
 
 
 def test_summary() -> None:
-    def one(label: str, prompt: int, seconds: float, steps: int, equal: bool | None = True) -> dict[str, Any]:
+    def one(
+        label: str, prompt: int, seconds: float, steps: int, equal: bool | None = True, **more: Any
+    ) -> dict[str, Any]:
         where = {"label": label, "task": "math", "prompt": prompt, "turn": 0, "repeat": 0}
-        return {**where, "seconds": seconds, "steps": steps, "token_ids": [1, 2, 3, 4], "equal": equal}
+        guessed = {"rows": 0, "guesses": {}, "sources": {}, "times_plain": None, **more}
+        return {**where, "seconds": seconds, "steps": steps, "token_ids": [1, 2, 3, 4], "equal": equal, **guessed}
 
+    first = {"rows": 8, "guesses": {"lookup": 4, "heads": 2}, "sources": {"model": 3, "lookup": 1}, "times_plain": 1.5}
+    second = {"rows": 4, "guesses": {"lookup": 3}, "sources": {"model": 2, "lookup": 2}}
     runs = [
         *(one("plain", 0, 4.0, 4), one("plain", 1, 8.0, 4)),
-        *(one("quick", 0, 2.0, 2), one("quick", 1, 2.0, 1, equal=False)),
+        *(one("quick", 0, 2.0, 2, **first), one("quick", 1, 2.0, 1, equal=False, **second)),
         *(one("transformers generate", 0, 8.0, 4, None), one("transformers generate", 1, 8.0, 4, None)),
     ]
     _, quick, other = (found["all"] for found in summarize(runs, ["plain", "quick", "transformers generate"]))
@@ -275,7 +281,10 @@ def test_summary() -> None:
     assert quick["tokens_per_step"] == 8 / 3
     assert quick["tokens_per_second"] == [2.0, 2.0, 2.0]
     assert (quick["equal"], quick["compared"]) == (1, 2)
+    assert (quick["rows_per_step"], quick["times_plain"]) == (4.0, [1.5, 1.5, 1.5])
+    assert quick["guesses"] == {"lookup": [7, 3], "heads": [2, 0]}
     assert (other["equal"], other["compared"]) == (0, 0)
+    assert (other["rows_per_step"], other["times_plain"], other["guesses"]) == (None, None, {})
 
 
 def test_bad_settings() -> None:

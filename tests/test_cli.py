@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 from outpace import Batch, Decoder, InvalidLogits, ModelError, Sampling, board, cli, decoder, load, race
 from outpace.bench import calibration
+from outpace.bench.prompts import PROMPTS
 from outpace.draft import Step
 from outpace.methods import ON_CPU, make
 from outpace.models import bundled
@@ -293,6 +294,11 @@ class TestRace:
         assert result.stdout.endswith("identical: 5 methods wrote the same 24 tokens\n")
         for method in ("autoregressive", "jacobi", "prompt-lookup", "lookahead", "auto"):
             assert f"{method}: " in result.stdout  # its settings
+        assert all(column in result.stdout for column in ("rows a step", "tokens a step", "estimate"))
+        assert "autoregressive: no settings; no guesses\n" in result.stdout
+        assert "; right guesses: " in result.stdout
+        line = next(line for line in result.stdout.splitlines() if line.startswith(" auto "))
+        assert line.split()[-2].endswith("×")  # it knows what its steps cost
         assert result.stdout.count(" identical") == 5
         assert "differs" not in result.stdout
         assert "\x1b" not in result.stdout
@@ -374,7 +380,8 @@ class TestRace:
             with console.capture() as capture:
                 board.print_race(console, drawn, methods, outcome)
         assert fits
-        assert all(name in capture.get() for name in ("autoregressive", "lookahead", "■ model", "identical"))
+        shown = ("autoregressive", "lookahead", "■ model", "identical", "1.0 rows a step")
+        assert all(name in capture.get() for name in shown)
 
 
 class TestModels:
@@ -420,15 +427,24 @@ class TestCalibrate:
     def test_measures_keeps_and_draws(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calibrate, "ROWS", (1, 2))
         monkeypatch.setattr(calibration, "TOKENS", 6)
+        monkeypatch.setattr(calibration, "LONG", 20)
         result = outpace("calibrate", "--model", folder, "--device", "cpu", "--json")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
         assert Path(found["file"]).is_file()
         assert found["about"]["runtime"] == "plain"
+        look = found["auto"]
+        assert look["total"]["rows"] >= look["total"]["steps"] > 0
+        assert look["total"]["times_plain"] > 0
+        assert sum(look["texts"].values()) > len(PROMPTS)
+        assert {*look["texts"], *look["speeds"]} <= {"lookahead", "prompt-lookup"}
+        assert (look["chances"], look["steps"]) == ({}, [])  # the host drafts
         assert load(str(folder), device="cpu").engine.costs is not None
         shown = outpace("calibrate", "--model", folder, "--device", "cpu")
         assert "one row = 1" in shown.stdout
         assert "prompt-lookup: as many rows as pay" in shown.stdout
+        assert "texts that auto began so" in shown.stdout
+        assert shown.stdout.endswith(" plain decoding's speed\n")
 
     @pytest.mark.parametrize(
         ("options", "words"),

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup, Sampling, SelfSpeculative
-from outpace.bench.calibration import calibrate
-from outpace.chart import save_accuracies, save_costs
+from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup, Result, Sampling, SelfSpeculative
+from outpace.bench.calibration import Look, calibrate
+from outpace.chart import save_accuracies, save_calibration
 from outpace.draft import Tree
 from outpace.errors import InputError
 from outpace.methods import make
@@ -213,8 +213,9 @@ def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch)
 def test_drawings(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     curve = CostCurve({"model": "m"}, (1, 2, 4), (128,), ((0.01, 0.02, 0.03),))
-    save_costs(curve, tmp_path / "costs.svg")
+    look = Look(Result("auto", True, 5), {}, {}, {"lookahead": 2}, {"lookahead": 1.2, "prompt-lookup": 1.1})
+    save_calibration(curve, look, tmp_path / "costs.svg")
     save_accuracies({"medusa": [[0.5, 0.2], [0.3, 0.1]], "hydra": [[0.6, 0.1]]}, tmp_path / "heads.png")
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("costs.svg", "heads.png"))
     with pytest.raises(InputError, match="could not be written"):
-        save_costs(curve, tmp_path / "nowhere" / "costs.svg")
+        save_calibration(curve, look, tmp_path / "nowhere" / "costs.svg")

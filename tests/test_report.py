@@ -45,7 +45,8 @@ def lane(label: str, steps: int = 3, rows: int = 4, equal: bool | None = True) -
 def figures() -> dict[str, Any]:
     three = [0.9, 1.0, 1.1]
     counts = {"runs": 1, "tokens": 6, "steps": 3, "tokens_per_step": 2.0, "equal": 1, "compared": 1}
-    return {**counts, "tokens_per_second": three, "speed": three, "speed_to_transformers": None}
+    steps = {"rows_per_step": 4.0, "guesses": {EVIL: [9, 3]}, "times_plain": three}
+    return {**counts, **steps, "tokens_per_second": three, "speed": three, "speed_to_transformers": None}
 
 
 def results(races: int = 1, **options: Any) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def results(races: int = 1, **options: Any) -> dict[str, Any]:
     names = ("about", "model", "device", "dtype", "runtime", "torch", "transformers", "outpace")
     return {
         "kind": "outpace bench",
-        "version": 1,
+        "version": 2,
         "date": "2026-01-01",
         "fingerprint": {"layers": 8},
         "about": dict.fromkeys(names, EVIL),
@@ -98,6 +99,7 @@ def test_nothing_in_the_data_can_leave_its_place() -> None:
     data = data_of(page)
     assert data["races"][0]["lanes"][0]["steps"][0]["texts"][0] == EVIL
     assert data["depths"][1] == {"label": "lookahead", "offered": [3, 3, 3], "accepted": [3, 1, 0]}
+    assert data["summary"][1]["all"]["guesses"] == {EVIL: [9, 3]}
 
 
 def test_the_page_is_on_its_own() -> None:
@@ -172,7 +174,7 @@ def test_it_reads_what_the_bench_writes_and_nothing_older(tmp_path: Path) -> Non
     assert "<title>" in page.read_text()
     page.unlink()
     path.write_text(json.dumps({**results(), "version": 0}))
-    with pytest.raises(InputError, match=r"version 0; this Outpace .* reads version 1"):
+    with pytest.raises(InputError, match=r"version 0; this Outpace .* reads version 2"):
         write_report(path, page)
     assert not page.exists()
 

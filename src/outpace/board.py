@@ -33,6 +33,23 @@ def numbers(run: Result) -> str:
     )
 
 
+def forecast(run: Result) -> str:
+    """What a run's steps take, in a few words: rows, and the speed that they should have."""
+    estimate = "" if run.times_plain is None else f", about {times(run.times_plain)} plain"
+    return f"{run.rows_per_step:.1f} rows a step{estimate}"
+
+
+def guesses(run: Result) -> str:
+    """The guesses of a run that were right, of those that were made, by source."""
+    made = [f"{name} {run.accepted.get(name, 0)} of {offered}" for name, offered in run.offered.items()]
+    return f"right guesses: {', '.join(made)}" if made else "no guesses"
+
+
+def times(speed: float | None) -> str:
+    """A speed beside another; a dash where it is not known."""
+    return "–" if speed is None else f"{speed:.2f}×"
+
+
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A plain table."""
     table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -76,7 +93,15 @@ class Lane:
         below = Text(numbers(self.run) if self.run else "waits", style="dim", overflow="ellipsis", no_wrap=True)
         done = self.run is not None and self.run.finish_reason is not None
         border = "green" if done else "bold" if self.run else "dim"
-        return Panel(Group(shown, below), title=self.method.name, title_align="left", border_style=border, width=width)
+        return Panel(
+            Group(shown, below),
+            title=self.method.name,
+            title_align="left",
+            subtitle=forecast(self.run) if self.run else None,
+            subtitle_align="left",
+            border_style=border,
+            width=width,
+        )
 
 
 class Colours:
@@ -153,16 +178,16 @@ def print_race(console: Console, board: Board, methods: Sequence[Method], outcom
     else:
         typer.echo(outcome.runs[0].text)  # as it is; rich would drop control characters
     console.print(_table(outcome))
-    for method in methods:
+    for method, run in zip(methods, outcome.runs, strict=True):
         settings = " ".join(f"{name}={json.dumps(value)}" for name, value in settings_of(method).items())
-        console.print(Text(f"{method.name}: {settings or 'no settings'}", style="dim"))
+        console.print(Text(f"{method.name}: {settings or 'no settings'}; {guesses(run)}", style="dim"))
     console.print(Text(outcome.verdict, style="bold green" if outcome.identical else "bold red"))
 
 
 def _table(outcome: Race) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for name in ("tokens", "steps", "tokens a step", "tokens/s", "speed"):
+    for name in ("tokens", "steps", "rows a step", "tokens a step", "tokens/s", "speed", "estimate"):
         table.add_column(name, justify="right")
     table.add_column("text")
     for run in outcome.runs:
@@ -171,9 +196,11 @@ def _table(outcome: Race) -> Table:
             run.method,
             str(len(run.token_ids)),
             str(run.steps),
+            f"{run.rows_per_step:.1f}",
             f"{run.tokens_per_step:.2f}",
             f"{run.tokens_per_second:.1f}",
-            f"{outcome.speed(run):.2f}×",
+            times(outcome.speed(run)),
+            times(run.times_plain),
             "identical" if place is None else Text(f"differs at token {place}", style="red"),
         )
     return table

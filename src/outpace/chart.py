@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.progress import Progress
 
-from .board import table_of
+from .bench.calibration import Look
+from .board import table_of, times
 from .decoder import Decoder
 from .errors import InputError
 from .receipt import Receipt
@@ -63,6 +64,36 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
     console.print("prompt-lookup: as many rows as pay, step by step")
 
 
+def print_look(console: Console, look: Look) -> None:
+    """What `auto` believes of guesses, and what it chose."""
+    if look.beliefs:
+        knots = [
+            [
+                f"{said:.3f}",
+                *(f"{belief.believed[knot]:.3f} ({belief.guesses[knot]:.0f})" for belief in look.beliefs.values()),
+            ]
+            for knot, said in enumerate(next(iter(look.beliefs.values())).said)
+        ]
+        console.print(table_of(["chance as said", *(f"{name}: believed (counted)" for name in look.beliefs)], knots))
+    if look.steps:
+        everything = sum(look.steps.values())
+        steps = [
+            [str(rows), "yes" if heads else "no", str(count), f"{count / everything:.0%}"]
+            for (rows, heads), count in look.steps.items()
+        ]
+        console.print(table_of(["rows", "heads asked", "steps that auto chose", "share"], steps))
+    if look.texts:
+        texts = [
+            [name, str(look.texts.get(name, 0)), times(look.speeds.get(name))] for name in {**look.texts, **look.speeds}
+        ]
+        console.print(table_of(["drafts as", "texts that auto began so", "speed: plain = 1"], texts))
+    total = look.total
+    console.print(
+        f"{total.method}: {total.rows_per_step:.1f} rows and {total.tokens_per_step:.2f} tokens a step, estimated at "
+        f"{times(total.times_plain)} plain decoding's speed"
+    )
+
+
 def print_bench(console: Console, results: Mapping[str, Any]) -> None:
     """Speeds and counts of each entry, speeds by task, and what differs."""
     rows = []
@@ -70,9 +101,13 @@ def print_bench(console: Console, results: Mapping[str, Any]) -> None:
         found = entry["all"]
         same = f"{found['equal']} of {found['compared']}" if found["compared"] else "not compared"
         speeds = [_spread(found[name], mark) for name, mark in _SPEEDS.items()]
-        rows.append([entry["label"], str(found["tokens"]), f"{found['tokens_per_step'] or 0:.2f}", *speeds, same])
-    columns = ("method", "tokens", "tokens a step", "tokens/s", "speed: plain = 1", "transformers = 1", "same text")
-    console.print(table_of(columns, rows))
+        steps = [
+            f"{found['rows_per_step']:.1f}" if found["rows_per_step"] else "",
+            f"{found['tokens_per_step'] or 0:.2f}",
+        ]
+        rows.append([entry["label"], str(found["tokens"]), *steps, *speeds, same])
+    columns = ("tokens", "rows a step", "tokens a step", "tokens/s", "speed: plain = 1", "estimate", "transformers = 1")
+    console.print(table_of(["method", *columns, "same text"], rows))
     tasks = list(results["summary"][0]["tasks"])
     speeds_by_task = [
         [entry["label"], *(_spread(entry["tasks"][task]["speed"], "×") for task in tasks)]
@@ -91,7 +126,7 @@ def print_bench(console: Console, results: Mapping[str, Any]) -> None:
         )
 
 
-_SPEEDS = {"tokens_per_second": "", "speed": "×", "speed_to_transformers": "×"}
+_SPEEDS = {"tokens_per_second": "", "speed": "×", "times_plain": "×", "speed_to_transformers": "×"}
 
 
 def _spread(quartiles: Sequence[float] | None, mark: str) -> str:
@@ -131,13 +166,45 @@ def check_plot(path: Path | None) -> None:
         raise InputError("drawing to a file needs matplotlib: pip install 'outpace[bench]'.")
 
 
-def save_costs(curve: CostCurve, path: Path) -> None:
+def save_calibration(curve: CostCurve, look: Look, path: Path) -> None:
+    """Step time by rows; and as far as `auto` went by it, what it believes of guesses, steps by rows, speeds."""
+    with _figure(path, 1 + bool(look.beliefs) + bool(look.steps) + bool(look.speeds)) as (figure, panels):
+        figure.suptitle(curve.about["model"])
+        free = iter(panels)
+        _draw_costs(next(free), curve)
+        if look.beliefs:
+            _draw_beliefs(next(free), look)
+        if look.steps:
+            names = [f"{rows}{' with heads' if heads else ''}" for rows, heads in look.steps]
+            axes = next(free)
+            axes.bar(names, list(look.steps.values()), color=_PALETTE[6])
+            axes.set(xlabel="rows", ylabel="steps that auto chose")
+        if look.speeds:
+            axes = next(free)
+            axes.bar(list(look.speeds), list(look.speeds.values()), color=_PALETTE[6])
+            axes.set(xlabel="auto drafts as", ylabel="speed: plain decoding = 1")
+
+
+def _draw_costs(axes: Any, curve: CostCurve) -> None:
     """Step time by rows, one line for each context."""
-    with _axes(path) as axes:
-        for context, costs in zip(curve.contexts, curve.seconds, strict=True):
-            axes.plot(curve.rows, [cost * 1000 for cost in costs], marker="o", label=f"{context} tokens of context")
-        axes.set(xscale="log", xlabel="rows", ylabel="ms a step", title=curve.about["model"], ylim=(0, None))
-        axes.set_xticks(curve.rows, [str(count) for count in curve.rows])
+    for context, costs in zip(curve.contexts, curve.seconds, strict=True):
+        axes.plot(curve.rows, [cost * 1000 for cost in costs], marker="o", label=f"{context} tokens of context")
+    axes.set(xscale="log", xlabel="rows", ylabel="ms a step", ylim=(0, None))
+    axes.set_xticks(curve.rows, [str(count) for count in curve.rows])
+    axes.legend()
+
+
+def _draw_beliefs(axes: Any, look: Look) -> None:
+    """What is believed by what is said, one line for each source; points where guesses were counted."""
+    for number, (name, belief) in enumerate(look.beliefs.items()):
+        counted = [knot for knot, guesses in enumerate(belief.guesses) if guesses >= 1]
+        how = {"marker": "o", "markevery": counted, "color": _PALETTE[1 + number % 7], "label": name}
+        axes.plot(belief.said, belief.believed, **how)
+    axes.plot(belief.said, belief.said, ":", color=_PALETTE[0], label="as said")
+    axes.set(xlabel="chance as the source says", ylabel="chance that is believed")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.legend()
 
 
 def save_accuracies(accuracies: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
@@ -194,12 +261,19 @@ def save_windows(measured: Points, fitted: Points, name: str, path: Path) -> Non
 
 @contextmanager
 def _axes(path: Path) -> Iterator[Any]:
-    """Something to draw on, which goes to a file."""
+    """Something to draw on, which goes to a file with its legend."""
+    with _figure(path, 1) as (figure, (axes,)):
+        yield axes
+        figure.legend(loc="outside upper center", ncols=3)
+
+
+@contextmanager
+def _figure(path: Path, panels: int) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """A figure with so many panels beside each other, which goes to a file."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    yield axes
-    figure.legend(loc="outside upper center", ncols=3)
+    figure, axes = plt.subplots(1, panels, figsize=(6 * panels, 4), layout="constrained", squeeze=False)
+    yield figure, axes[0]
     try:
         figure.savefig(path)
     except OSError as error:

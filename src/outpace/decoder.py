@@ -69,6 +69,11 @@ class Result:
         return self.new_tokens / self.steps if self.steps else 0.0
 
     @property
+    def rows_per_step(self) -> float:
+        """What a step computes: 1 with plain decoding."""
+        return self.rows / self.steps if self.steps else 0.0
+
+    @property
     def tokens_per_second(self) -> float:
         """Speed, the prompt's time included."""
         return self.new_tokens / self.seconds if self.seconds else 0.0

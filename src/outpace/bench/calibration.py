@@ -1,24 +1,30 @@
-"""A whole calibration: the engine's cost curve, what each method's own work costs, and how fast each is by it."""
+"""A whole calibration: the engine's cost curve, what each method's own work costs, and how fast each is by it.
+
+And a look at `auto`, which goes by none of it: what it believes of guesses here, and what it chose.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..decoder import Decoder
-from ..draft import Step
+from ..decoder import Decoder, Result
+from ..draft import MODEL, Step
 from ..errors import OutpaceError
-from ..methods import METHODS, Autoregressive, Method, SelfSpeculative
+from ..methods import METHODS, Auto, Autoregressive, Method, SelfSpeculative
+from ..methods.auto import Known
 from ..picking import Sampling
 from ..runtime.calibrate import measure
 from ..runtime.costs import CostCurve
+from ..step.chances import SAID, Chances
 from .prompts import PROMPTS
 
 TOKENS = 24  # that every method writes after the first prompt of each task
 STEPS = 12  # to see what a guess of the first layers costs
+LONG = 64  # tokens that `auto` writes: where the host drafts it judges a method by 16 steps
 
 
 class Tried(NamedTuple):
@@ -32,10 +38,7 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
     """Measure, and let the decoder's methods go by it from now on. `done` is told which share is finished."""
     engine = decoder.engine
     engine.costs = curve = measure(engine, done=lambda share: done(0.5 * share))
-    prompts = [[1, 2, 3, 1, 2]]
-    if decoder.tokenizer:
-        longest = max(1, engine.model.context - TOKENS)
-        prompts = [decoder.encode(of_task[0])[-longest:] for of_task in PROMPTS.values()]
+    prompts = _prompts(decoder, TOKENS)
     engine.costs = curve = replace(curve, asking=_asking(decoder, prompts[0], curve))
     tried: dict[str, Tried] = {}
     plain = _try(decoder, Autoregressive(), prompts).pace
@@ -52,6 +55,70 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
     )
     done(1.0)
     return engine.costs
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is believed of a source's guesses, by how likely it says they are."""
+
+    said: list[float]
+    believed: list[float]
+    guesses: list[float]  # that were counted there, earlier texts' included; old ones fade
+
+
+@dataclass(frozen=True)
+class Look:
+    """What `auto` did on a few texts, and what it goes by."""
+
+    total: Result  # of all texts
+    beliefs: dict[str, Belief]  # by source; none where the host drafts
+    steps: dict[tuple[int, bool], int]  # by rows, and whether heads were asked; none where the host drafts
+    texts: dict[str, int]  # where the host drafts: by the method that they began with
+    speeds: dict[str, float]  # of these methods as far as it is known, plain decoding being 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        names = ("method", "steps", "rows", "new_tokens", "offered", "accepted", "times_plain")
+        return {
+            "total": {name: getattr(self.total, name) for name in names},
+            "chances": {name: asdict(belief) for name, belief in self.beliefs.items()},
+            "steps": [{"rows": rows, "heads": heads, "steps": steps} for (rows, heads), steps in self.steps.items()],
+            "texts": self.texts,
+            "speeds": self.speeds,
+        }
+
+
+def look(decoder: Decoder) -> Look:
+    """Let `auto` write a few texts, and see what it chose."""
+    engine, method = decoder.engine, decoder.prepare("auto")
+    prompts = _prompts(decoder, LONG)
+    total = decoder.begin([], method)
+    for prompt in prompts:
+        for _ in total.follow(decoder.stream(prompt, method=method, max_new_tokens=LONG)):
+            pass
+    program = engine.program_for(method, decoder.sampling_for(None, prompts[0], LONG))
+    known: Known | None = engine.notes.get(Auto)
+    return Look(
+        total,
+        {} if program is None or program.chances is None else _beliefs(program.chances),
+        {} if program is None else dict(sorted(program.sizes.chosen.items())),
+        {} if known is None else dict(known.begun),
+        {} if known is None else dict(known.speeds),
+    )
+
+
+def _beliefs(chances: Chances) -> dict[str, Belief]:
+    """Of all sources but the model, which does not guess."""
+    lines = zip(chances.names, chances.believed().tolist(), chances.offered.tolist(), strict=True)
+    return {name: Belief(SAID.tolist(), believed, offered) for name, believed, offered in lines if name != MODEL}
+
+
+def _prompts(decoder: Decoder, tokens: int) -> list[list[int]]:
+    """The first of each task, with room for so many tokens behind it."""
+    if not decoder.tokenizer:
+        return [[1, 2, 3, 1, 2]]
+    longest = max(1, decoder.model.context - tokens)
+    return [decoder.encode(of_task[0])[-longest:] for of_task in PROMPTS.values()]
 
 
 def _try(decoder: Decoder, method: Method, prompts: Sequence[Sequence[int]]) -> Tried:

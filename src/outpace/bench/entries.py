@@ -42,6 +42,8 @@ class Run:
     rows: int = 0  # computed in all steps, the prompt's not counted; 0 where that is not known
     offered: list[int] = field(default_factory=list)  # by depth from 1: steps with a guess so deep
     accepted: list[int] = field(default_factory=list)  # by depth from 1: steps that accepted a guess there
+    guesses: dict[str, int] = field(default_factory=dict)  # computed, by source
+    times_plain: float | None = None  # the speed beside plain decoding's, as estimated; None where that is not known
     lane: list[dict[str, Any]] | None = None  # recorded: each step with its time, for the race
     counts: dict[str, float] = field(default_factory=dict)  # what an entry counts beside
 
@@ -233,9 +235,11 @@ def finished(result: Result, steps: Sequence[Step], lane: list[dict[str, Any]] |
         result.finish_reason or "",
         result.accepted_per_step,
         dict(Counter(result.sources)),
-        sum(len(step.draft) for step in steps),
+        result.rows,
         [offered[depth] for depth in range(1, deepest + 1)],
         [accepted[depth] for depth in range(1, deepest + 1)],
+        result.offered,
+        result.times_plain,
         lane,
     )
 

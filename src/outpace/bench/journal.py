@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import InputError
 from ..files import check_version
 
-KIND, VERSION = "outpace bench runs", 1
+KIND, VERSION = "outpace bench runs", 2
 
 
 class Journal:

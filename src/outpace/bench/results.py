@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -17,7 +17,7 @@ from .data import Question
 from .entries import Entry
 from .harness import Measured, Settings
 
-KIND, VERSION = "outpace bench", 1
+KIND, VERSION = "outpace bench", 2
 PACE = "transformers generate"  # the second thing, beside plain decoding, that speeds are given against
 
 
@@ -81,14 +81,22 @@ def summarize(runs: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[dic
 def _figures(runs: Sequence[dict[str, Any]], paces: dict[str, dict[Any, float]]) -> dict[str, Any]:
     plain, other = paces.values()
     tokens, steps = sum(len(run["token_ids"]) for run in runs), sum(run["steps"] for run in runs)
+    rows = sum(run["rows"] for run in runs)
+    offered, right = Counter[str](), Counter[str]()
+    for run in runs:
+        offered.update(run["guesses"])
+        right.update(run["sources"])
     compared = [run["equal"] for run in runs if run["equal"] is not None]
     return {
         "runs": len(runs),
         "tokens": tokens,
         "steps": steps,
+        "rows_per_step": rows / steps if rows else None,
         "tokens_per_step": tokens / steps if steps else None,
+        "guesses": {name: [count, right[name]] for name, count in offered.items()},
         "tokens_per_second": quartiles(1 / _cost(run) for run in runs),
         "speed": quartiles(plain[_where(run)] / _cost(run) for run in runs if _where(run) in plain),
+        "times_plain": quartiles(run["times_plain"] for run in runs if run["times_plain"] is not None),
         "speed_to_transformers": quartiles(other[_where(run)] / _cost(run) for run in runs if _where(run) in other),
         "equal": sum(compared),
         "compared": len(compared),

@@ -193,25 +193,32 @@ def calibrate(
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the curve to this file (.png, .svg); needs matplotlib.")
+        Path | None, typer.Option(help="Also draw all of it to this file (.png, .svg); needs matplotlib.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure what steps cost by rows and context, so that methods draft as much as pays here."""
+    """Measure what steps cost by rows and context, so that methods asked for by name draft as much as pays here.
+
+    Then look at `auto`, which needs no calibration: what it believes of guesses, and what it chose on a few texts.
+    """
     from ..bench.calibration import calibrate as run
+    from ..bench.calibration import look
     from ..board import console_for_output
-    from ..chart import check_plot, print_costs, progress_bar, save_costs
+    from ..chart import check_plot, print_costs, print_look, progress_bar, save_calibration
     from ..runtime.calibrate import folder as costs_folder
 
     check_plot(plot)
     decoder = load_decoder(model, dtype, device, runtime)
     with progress_bar("measuring") as show:
-        curve = run(decoder, show)
+        curve = run(decoder, lambda share: show(0.9 * share))
+        seen = look(decoder)
     path = curve.save(costs_folder())
     if plot is not None:
-        save_costs(curve, plot)
+        save_calibration(curve, seen, plot)
     if as_json:
-        typer.echo(json.dumps({**asdict(curve), "file": str(path)}))
+        typer.echo(json.dumps({**asdict(curve), "auto": seen.to_json(), "file": str(path)}))
         return
-    print_costs(console_for_output(), curve, decoder)
+    console = console_for_output()
+    print_costs(console, curve, decoder)
+    print_look(console, seen)
     typer.echo(f"kept in {path}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -105,9 +106,9 @@ class Auto(Method):
 
     def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
         """Where the host drafts: as a single method does, the one that has proved best here."""
-        known: _Known | None = engine.notes.get(Auto)
+        known: Known | None = engine.notes.get(Auto)
         if known is None:
-            known = engine.notes[Auto] = _Known(engine)
+            known = engine.notes[Auto] = Known(engine)
         methods = self._methods(known.engine.costs)
         if known.engine.costs is None:
             return methods[0].start(engine, sequence, picker)
@@ -132,7 +133,7 @@ def _found(model: Model) -> Ready | None:
         return None
 
 
-class _Known:
+class Known:
     """What is known of an engine on which the host drafts: what steps cost, and how quick single methods were."""
 
     def __init__(self, engine: Engine) -> None:
@@ -140,27 +141,26 @@ class _Known:
         if engine.costs is None and engine.model.device.type == "cpu":
             self.engine = copy(engine)  # for drafters of `auto` alone: other methods draft as before
             self.engine.costs = glance(engine)
-        self._speeds: dict[str, float] = {}
-        self._texts = 0
+        self.speeds: dict[str, float] = {}  # by method, plain decoding being 1
+        self.begun = Counter[str]()  # texts, by the method that they began with
 
     def choose(self, methods: Sequence[Method]) -> int:
         """Which of these a text begins with: the quickest, and now and then the boldest again."""
-        self._texts += 1
-        if self._texts % AGAIN == 0:
-            return 0
-        speeds = [self._speeds.get(method.name, HOPE - place) for place, method in enumerate(methods)]
-        return speeds.index(max(speeds))
+        speeds = [self.speeds.get(method.name, HOPE - place) for place, method in enumerate(methods)]
+        chosen = 0 if (self.begun.total() + 1) % AGAIN == 0 else speeds.index(max(speeds))
+        self.begun[methods[chosen].name] += 1
+        return chosen
 
     def learn(self, method: Method, speed: float) -> None:
         """With this method a text, or a part of it, was written at such a speed, plain decoding being 1."""
-        known = self._speeds.get(method.name, speed)
-        self._speeds[method.name] = known + PACE * (speed - known)
+        known = self.speeds.get(method.name, speed)
+        self.speeds[method.name] = known + PACE * (speed - known)
 
 
 class _Drafter(Drafter):
     """Drafts as one of some methods; where it brings less than it costs, as the next, which is less bold."""
 
-    def __init__(self, methods: Sequence[Method], known: _Known, sequence: Text, picker: Picker) -> None:
+    def __init__(self, methods: Sequence[Method], known: Known, sequence: Text, picker: Picker) -> None:
         super().__init__(known.engine, sequence, picker)
         self.methods, self.known = methods, known
         assert known.engine.costs is not None

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InputError
 from ..files import read_json, write_whole
 
-KIND, VERSION = "outpace bench", 1  # the results that it reads: docs/results-schema.md
+KIND, VERSION = "outpace bench", 2  # the results that it reads: docs/results-schema.md
 TEMPLATE = Path(__file__).with_name("page.html")
 ROOM = 1_500_000  # bytes for recorded races; the page stays below 2 MB
 _MARK = "/*DATA*/null"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -100,6 +101,7 @@ class Sizes:
     """Chooses among steps, by what they bring and how long they took."""
 
     def __init__(self) -> None:
+        self.chosen = Counter[tuple[int, bool]]()  # steps, by their rows and whether costly sources were asked
         self._before = Gains()  # what is expected of a text of which nothing is known
         self._rested: dict[Hashable, float] = {}  # milliseconds of each kind of step without a text
         self._ms: dict[Hashable, float] = {}  # and with texts
@@ -141,6 +143,11 @@ class Sizes:
 
     def choose(self, texts: Sequence[Gains], arms: Sequence[Arm]) -> Arm:
         """Which of these steps comes next for all texts."""
+        arm = self._choose(texts, arms)
+        self.chosen[arm.rows, arm.costly] += 1
+        return arm
+
+    def _choose(self, texts: Sequence[Gains], arms: Sequence[Arm]) -> Arm:
         values = {arm: self._value(texts, arm) for arm in arms}
         best = max(arms, key=lambda arm: (values[arm], -arm.rows))
         alike = [arm for arm in arms if arm.costly == best.costly]

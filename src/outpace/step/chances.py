@@ -16,6 +16,7 @@ import numpy as np
 
 KNOTS = 16  # of a curve
 HALVING = 2  # knots for each halving of the chance
+SAID = 0.5 ** (np.arange(KNOTS) / HALVING)  # the chance at each knot
 PRIOR = 8.0  # what a source says counts as so many guesses
 MEMORY = 2048.0  # so many guesses at a knot are remembered; older ones fade
 NEWS = 256  # guesses that are counted until a table is worth being made anew
@@ -65,12 +66,14 @@ class Chances:
         self.count(said % SOURCES, said // SOURCES % KNOTS, right)
         return self.counted // NEWS > before
 
+    def believed(self) -> Counts:
+        """[names, knots] what to believe. It never rises from a knot to a less likely one."""
+        curves: Counts = (self.right + PRIOR * SAID) / (self.offered + PRIOR)
+        return np.minimum(np.minimum.accumulate(curves, axis=1), MOST)
+
     def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """[sources, knots] the logarithms of what to believe. It never rises from a knot to a less likely one."""
-        said = 0.5 ** (np.arange(KNOTS) / HALVING)
-        believed = (self.right + PRIOR * said) / (self.offered + PRIOR)
-        curves: Counts = np.log(np.minimum(np.minimum.accumulate(believed, axis=1), MOST))
-        return np.asarray(curves[self._rows], dtype=np.float32)
+        """[sources, knots] the logarithms of what to believe."""
+        return np.asarray(np.log(self.believed())[self._rows], dtype=np.float32)
 
     def pause(self) -> None:
         """A text has ended."""
