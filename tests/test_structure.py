@@ -27,7 +27,7 @@ LEVELS = [
     ["methods"],
     ["loop"],
     ["batch"],
-    ["text"],
+    ["text", "grammar", "hints"],
     ["hook", "decoder"],
     ["parallel", "trace"],
     ["receipt", "race", "training"],
@@ -35,7 +35,8 @@ LEVELS = [
     ["board"],
     ["chart", "picture"],
     ["reproduce"],
-    ["serve", "cli"],
+    ["serve"],
+    ["cli"],
     ["__main__"],
 ]
 # `Method.__call__` is the door that transformers' generate comes in by: it opens when called, not when imported.

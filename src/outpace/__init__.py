@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedModel,
     )
+    from .grammar import Grammar
     from .methods import (
         AdaDecode,
         Amphista,
@@ -56,6 +57,7 @@ _HOMES = {
         "UnknownNameError",
         "UnsupportedModel",
     ),
+    "grammar": ("Grammar",),
     "methods": (
         "AdaDecode",
         "Amphista",
@@ -87,6 +89,7 @@ __all__ = [
     "Draft",
     "DraftModel",
     "FetchError",
+    "Grammar",
     "Hydra",
     "InputError",
     "InvalidLogits",

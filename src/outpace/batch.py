@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from .draft import Step
-from .loop import Stop, Text, write
+from .loop import PLAINLY, Extras, Stop, Text, write
 from .methods.base import Method
 from .picking import Sampling
 from .pool import common
@@ -33,6 +33,7 @@ class Request(NamedTuple):
     sampling: Sampling
     stop: Stop
     limit: int | None = None
+    extras: Extras = PLAINLY
 
 
 class _Begun:
@@ -40,7 +41,7 @@ class _Begun:
 
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
-        self.prompt = request.prompt
+        self.prompt, self.salt = request.prompt, request.extras.salt
         self.read = False  # whether its first step is done
         self.ended = False
         self.text: Text = request.engine.turns.begin(write(*request, share=True))
@@ -130,7 +131,7 @@ class Writing:
         waiting: list[tuple[int, Request]] = []
         while self._queue and len(self._texts) < self.most:
             number, request = self._queue.popleft()
-            if any(_worth_waiting(request.prompt, other) for other in self._texts.values()):
+            if any(_worth_waiting(request, other) for other in self._texts.values()):
                 waiting.append((number, request))
             else:
                 begun = self._texts[number] = _Begun(number, request)
@@ -171,9 +172,10 @@ class Writing:
         self.close()
 
 
-def _worth_waiting(prompt: Sequence[int], other: _Begun) -> bool:
+def _worth_waiting(request: Request, other: _Begun) -> bool:
     """Whether a text had better wait until another is read: it is the same, or begins alike for the greater part."""
-    if other.read:
+    if other.read or other.salt != request.extras.salt:
         return False
+    prompt = request.prompt
     alike = common(prompt, other.prompt)
     return alike == len(prompt) or alike >= max(WORTH, len(prompt) // 2)

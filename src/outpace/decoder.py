@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import index
 from os import PathLike
 from time import perf_counter
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 from .batch import MOST, Event, Request, Writing
-from .draft import MODEL, Step
+from .draft import MODEL, Likely, Step
 from .errors import BatchError, InputError, ModelError, OutpaceError
-from .loop import decode
+from .grammar import Constraint, Grammar, words_of
+from .hints import Prediction
+from .loop import Extras, Hint, decode
 from .methods import DEFAULT, Method, make
 from .models.adapter import Model
 from .models.defaults import Defaults
@@ -52,6 +55,8 @@ class Result:
     cost: tuple[float, float] = (0.0, 0.0)  # of all steps, and of one row for each token, where they are known
     finish_reason: str | None = None
     error: Exception | None = None  # what ended a text of a batch; its finish_reason is "error" then
+    logprobs: list[Likely] = field(default_factory=list)  # for each token, where they were asked for
+    reused: int = 0  # tokens of the prompt that had been computed for another text
 
     @property
     def new_tokens(self) -> int:
@@ -110,6 +115,8 @@ class Result:
         self.sources += step.sources
         self.accepted_per_step.append(len(step.tokens))
         self.finish_reason = step.finish
+        self.logprobs += step.logprobs
+        self.reused += step.reused
         self.rows += len(step.draft)
         for source in step.draft.sources[1:]:
             self.offered[source] = self.offered.get(source, 0) + 1
@@ -269,7 +276,11 @@ class Decoder:
 
         Options: `max_new_tokens` (128); `sampling`, an outpace.Sampling; `stop`, strings that end the text and are not
         part of it; `raw` to give a text to the model as it is, without the chat template; `method` to override the
-        decoder's own for this text. `prepare` one that has a model to load.
+        decoder's own for this text. `prepare` one that has a model to load. `logprobs` (0 or more) asks how likely each
+        token is, and for so many of the likeliest; `grammar`, an outpace.Grammar, is what the answer must match;
+        `prediction` is a text that it is expected to be, wholly or in parts, and only changes the speed. With these
+        three the host takes part in each step. `salt`: texts share what they have in common with those of the same
+        salt alone.
 
         What the model's `generation_config` asks for when transformers decodes greedily (penalties, suppressed and
         forced tokens, a least length, ...) holds here too, also beside a Sampling, whose own fields win. Its
@@ -296,6 +307,10 @@ class Decoder:
         stop: str | Sequence[str] = (),
         raw: bool = False,
         method: str | Method | None = None,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        prediction: str | Sequence[int] | None = None,
+        salt: str = "",
     ) -> tuple[Request, TextStream | None]:
         """What one prompt and its options ask for, and the stream that its text comes out of."""
         tokens = self.encode(prompt, raw)
@@ -310,7 +325,26 @@ class Decoder:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
         used = self.prepare(method or self.method)
         how = self.sampling_for(sampling, tokens, max_new_tokens)
-        return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text), limit), text
+        if logprobs is not None and (not isinstance(logprobs, int) or isinstance(logprobs, bool) or logprobs < 0):
+            raise InputError(f"logprobs={logprobs!r} must be 0 or more, a whole number.")
+        hints: list[Hint] = []
+        if grammar is not None:
+            constraint = Constraint(grammar, self.words, self.ends, len(tokens))
+            how = replace(how, processors=(*how.processors, constraint))
+            hints.append(constraint)
+        if prediction is not None and len(prediction):
+            hints.append(Prediction(self.encode(prediction, raw=True), len(tokens)))
+        extras = Extras(logprobs, tuple(hints), salt)
+        return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text), limit, extras), text
+
+    @cached_property
+    def words(self) -> Any:
+        """The tokenizer's words, as grammars see them."""
+        if self.tokenizer is None:
+            raise InputError("a grammar needs a tokenizer; this decoder has none.")
+        if not self.ends:
+            raise InputError("a grammar needs a token that ends the text; this model names none.")
+        return words_of(self.tokenizer, self.model.vocabulary, self.ends)
 
     def sampling_for(self, sampling: Sampling | None, tokens: Sequence[int], max_new_tokens: int) -> Sampling:
         """How the answer to a prompt is chosen, what the model's `generation_config` asks for included."""

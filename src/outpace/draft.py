@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -165,6 +165,22 @@ def chain(root: int, guesses: Sequence[int], source: str) -> Draft:
     )
 
 
+def extended(draft: Draft, path: Sequence[int], source: str, branches: bool = True) -> Draft:
+    """The draft with one more path of guesses below row 0, as far as it is new. The rows there were stay in place.
+
+    Without `branches` it stays a chain. A draft with probes or with chances of its own stays as it is.
+
+    >>> extended(chain(7, [1, 2], "a"), [1, 3], "b").parents
+    (-1, 0, 1, 1)
+    """
+    grows = branches or (draft.is_chain and tuple(path[: len(draft) - 1]) == draft.tokens[1:])
+    if not grows or draft.candidates < len(draft) or any(chance is not None for chance in draft.proposals):
+        return draft
+    more = Tree(draft.tokens[0])
+    more.insert(path, source)
+    return Tree.of(draft, more).draft()
+
+
 def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     """For each row of logits [rows, vocabulary] the token with the highest, and that logit. NaN counts as highest.
 
@@ -243,6 +259,13 @@ class Verdict:
     tokens: tuple[int, ...]  # one for each row of the path: what the target says after it
 
 
+class Likely(NamedTuple):
+    """How likely the model found a token, before penalties, bias, temperature and cuts: logarithms of chances."""
+
+    chance: float
+    best: tuple[tuple[int, float], ...] = ()  # as many of the likeliest tokens as were asked for, and their chances
+
+
 @dataclass(frozen=True)
 class Step:
     """One turn of the loop, as users, benchmarks and pictures read it."""
@@ -255,3 +278,5 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)  # time by verb: draft, score (others' too), verify, learn
     text: str = ""  # the new text, where a Decoder made the step
     cost: tuple[float, float] | None = None  # of this step, and of one with a single row, where both are known
+    logprobs: tuple[Likely, ...] = ()  # [tokens] where they were asked for
+    reused: int = 0  # in the first step: tokens of the prompt that had been computed for another text

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from .draft import MODEL, Draft, Step, Verdict
+import torch
+
+from .draft import MODEL, Draft, Likely, Scores, Step, Verdict, extended
 from .errors import InvalidLogits
 from .methods.base import Drafter, Method
 from .picking import Picker, Sampling
@@ -16,6 +18,28 @@ from .verifying import verify
 
 Stop: TypeAlias = "Callable[[int], str | None]"
 """Told every new token once and in order; says why the text ends with it, or None."""
+
+
+class Hint(Protocol):
+    """Knows from outside of a text how it may go on. A wrong hint costs time, never the text."""
+
+    name: str  # the source of its guesses
+
+    def after(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """The likeliest next tokens of the text, at most so many; none where it knows nothing."""
+        ...
+
+
+class Extras(NamedTuple):
+    """What a text may ask for besides. Logprobs and hints have the host stand between the verbs of a step."""
+
+    logprobs: int | None = None  # also say how likely each token is, and so many of the likeliest in its place
+    hints: tuple[Hint, ...] = ()
+    salt: str = ""  # texts share slots with those of the same salt alone
+    written: int = 0  # so many last tokens of the prompt are the answer's: the text was set aside, and goes on
+
+
+PLAINLY = Extras()
 
 
 Text: TypeAlias = "Generator[Work | Turn | Step, Any, None]"
@@ -29,9 +53,10 @@ def decode(
     sampling: Sampling,
     stop: Stop,
     limit: int | None = None,
+    extras: Extras = PLAINLY,
 ) -> Generator[Step, None, None]:
     """Write on from `prompt` until `stop` says so, step by step. Other texts may take steps between."""
-    text = engine.turns.begin(write(engine, method, prompt, sampling, stop, limit))
+    text = engine.turns.begin(write(engine, method, prompt, sampling, stop, limit, extras))
     try:
         while True:
             with engine.turns:
@@ -58,6 +83,7 @@ def write(
     sampling: Sampling,
     stop: Stop,
     limit: int | None = None,
+    extras: Extras = PLAINLY,
     share: bool = False,
 ) -> Text:
     """The loop for one text. Its work may be done alone, or together with other texts'.
@@ -65,24 +91,25 @@ def write(
     It writes at most `limit` tokens, if `stop` does not say so before. With `share` it may begin with slots of a text
     that begins alike.
     """
-    picker = Picker(sampling, len(prompt))
+    picker = Picker(sampling, len(prompt) - extras.written)
     engine = engine.for_one_text(picker)
     share = share and engine.most_texts > 1 and method.shares
-    program = engine.program_for(method, sampling)
+    by_host = extras.logprobs is not None or extras.hints
+    program = None if by_host else engine.program_for(method, sampling)
 
-    with engine.pool.sequence(prompt, share) as sequence:
+    with engine.pool.sequence(prompt, share, extras.salt) as sequence:
         place = None if program is None else program.reserve(sequence, sampling, limit)
         if place is not None:
             yield from _by_program(engine, program, place, sequence, sampling, stop)
             return
         with method.start(engine, sequence, picker) as drafter:
-            yield from _by_drafter(engine, drafter, sequence, picker, stop)
+            yield from _by_drafter(engine, drafter, sequence, picker, stop, extras)
 
 
-def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop) -> Text:
+def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop, extras: Extras) -> Text:
     """The loop where the host stands between the verbs of a step."""
     finish: str | None = None
-    written = 0
+    written, reused = 0, len(sequence.slots)
 
     def finished(token: int) -> bool:
         nonlocal finish, written
@@ -93,25 +120,32 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
     while finish is None:
         clock = _Clock()
         try:
-            draft = yield from drafter.drafting(engine.model.room(sequence.position))
+            room = engine.model.room(sequence.position)
+            draft = yield from drafter.drafting(room)
+            for hint in extras.hints if drafter.extends else ():
+                path = hint.after(sequence.tokens, room)
+                draft = extended(draft, path, hint.name, engine.model.branches)
             clock.lap("draft")
             scores = yield from drafter.score(draft)
             clock.lap("score")
             verdict = verify(draft, scores, picker, sequence.tokens, finished)
         except InvalidLogits as error:
             raise InvalidLogits(f"at new token {written + 1}: {error}.") from error
+        likely = () if extras.logprobs is None else _likely(scores, verdict, extras.logprobs)
         engine.pool.keep(sequence, draft, verdict)
         clock.lap("verify")
         drafter.learn(draft, scores, verdict)
         clock.lap("learn")
         costs = drafter.engine.costs
         cost = (costs.price(len(draft)), 1.0) if costs else None
-        yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps, cost=cost)
+        sources = _sources(draft, verdict)
+        yield Step(verdict.tokens, sources, draft, verdict.rows, finish, clock.laps, "", cost, likely, reused)
+        reused = 0
 
 
 def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
     """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
-    written, finish = 0, None
+    written, finish, reused = 0, None, len(sequence.slots)
     seen: list[Any] = []
     try:
         try:
@@ -142,7 +176,10 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
             verdict = Verdict(stepped.rows[:count], stepped.tokens[:count])
             draft = stepped.draft
             sources = _sources(draft, verdict)
-            yield Step(verdict.tokens, sources, draft, verdict.rows, finish, clock.laps, cost=stepped.cost)
+            yield Step(
+                verdict.tokens, sources, draft, verdict.rows, finish, clock.laps, cost=stepped.cost, reused=reused
+            )
+            reused = 0
     finally:
         program.close(place)
 
@@ -151,6 +188,17 @@ def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
     """The guess behind each token, or the model alone where nobody guessed it."""
     children = (draft.child(row, token) for row, token in zip(verdict.rows, verdict.tokens, strict=True))
     return tuple(MODEL if child is None else draft.sources[child] for child in children)
+
+
+@torch.inference_mode()
+def _likely(scores: Scores, verdict: Verdict, most: int) -> tuple[Likely, ...]:
+    """How likely the chosen tokens are, by the logits of the accepted rows."""
+    chances = scores.logits[list(verdict.rows)].float().log_softmax(-1)
+    tokens = torch.tensor(verdict.tokens, device=chances.device)
+    chosen = chances.gather(1, tokens[:, None])[:, 0].tolist()
+    values, best = (found.tolist() for found in chances.topk(min(most, chances.shape[1])))
+    pairs = [tuple(zip(*line, strict=True)) for line in zip(best, values, strict=True)]
+    return tuple(map(Likely, chosen, pairs))
 
 
 class _Clock:

@@ -35,6 +35,7 @@ from .decoder import DEFAULT_MODEL, Batch, Decoder
 from .decoder import load as load_decoder
 from .draft import NOTHING, Draft, Scores, Step, chain
 from .errors import InputError, InvalidLogits, RankError
+from .loop import PLAINLY
 from .methods import DEFAULT, Method
 from .picking import Picker
 from .pool import Sequence as Text
@@ -307,6 +308,8 @@ class ParallelDecoder(Decoder):
                 f"logits processors ({names}) cannot be used on several ranks: each would be called for some of the "
                 "tokens only. Leave them out, also those that the model's generation_config asks for."
             )
+        if request.extras != PLAINLY:
+            raise InputError("logprobs and hints are not supported on several ranks. Leave them out.")
         self.ranks.compare(
             Stage.BEGINNING,
             prompt=request.prompt,

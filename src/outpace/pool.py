@@ -143,6 +143,7 @@ class Sequence:
     share: tuple[int, ...] | None = None  # the rows of the draft that are among them, if not all
     stable: int = 0  # so many first slots have not changed since a runtime set this
     asked: int = 0  # so many last slots wait to be computed
+    salt: str = ""  # it shares slots with sequences of the same salt alone
 
     @property
     def position(self) -> int:
@@ -180,14 +181,16 @@ class Pool:
         return len(self._living)
 
     @contextmanager
-    def sequence(self, tokens: Items[int], share: bool = False) -> Iterator[Sequence]:
+    def sequence(self, tokens: Items[int], share: bool = False, salt: str = "") -> Iterator[Sequence]:
         """A sequence whose slots come back however the block ends.
 
-        With `share` it begins with the slots of a living sequence that begins alike, as far as they are computed.
+        With `share` it begins with the slots of a living sequence of the same salt that begins alike, as far as they
+        are computed.
         """
-        sequence = Sequence(list(tokens))
+        sequence = Sequence(list(tokens), salt=salt)
         if share:
-            beginnings = [other.slots[: common(tokens[:-1], _computed(other))] for other in self._living]
+            alike = [other for other in self._living if other.salt == salt]
+            beginnings = [other.slots[: common(tokens[:-1], _computed(other))] for other in alike]
             sequence.slots = max(beginnings, key=len, default=[])
             for slot in sequence.slots:
                 self._owners[slot] += 1

@@ -233,6 +233,8 @@ class Asked(NamedTuple):
 
 
 class _Drafter(Drafter):
+    extends = False
+
     def __init__(
         self,
         heads: ExitHeads,

@@ -170,6 +170,7 @@ class _Drafter(Drafter):
     def _begin(self, place: int) -> None:
         self.place = place
         self.inner = self.methods[place].start(self.engine, self.sequence, self.picker)
+        self.extends = self.inner.extends
         self.steps, self.tokens, self.cost = 0, 0, 0.0
 
     def drafting(self, room: int) -> Asking[Draft]:

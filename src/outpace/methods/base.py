@@ -22,6 +22,8 @@ from ..sources.base import Plan
 class Drafter(AbstractContextManager["Drafter"]):
     """A method at work on one text. As a context manager it gives back what it holds."""
 
+    extends: bool = True  # whether its drafts may get further rows before they are scored
+
     def __init__(self, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         self.engine = engine
         self.sequence = sequence

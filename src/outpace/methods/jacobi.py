@@ -47,6 +47,8 @@ class Jacobi(Method):
 
 
 class _Drafter(Drafter):
+    extends = False
+
     def __init__(self, method: Jacobi, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)
         self.window = method.window

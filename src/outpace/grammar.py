@@ -1,0 +1,133 @@
+"""What an answer must look like: a JSON schema, a regular expression, or a grammar.
+
+llguidance says which tokens may come next. The walk asks for choices along the accepted path alone and in order, so a
+grammar sees committed tokens only: nothing is taken back, and no draft can change what it allows. What it forces is a
+guess like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import InputError, InvalidLogits, ModelError
+
+# As json.dumps writes: what is not free to vary is forced, so it comes for nothing, and nobody writes spaces forever.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LONGEST = 2**16  # characters of a grammar
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must match, for `generate(grammar=...)`. Needs llguidance: `pip install 'outpace[serve]'`.
+
+    >>> Grammar.regex("[0-9]{3}").kind
+    'regex'
+    """
+
+    kind: str  # json_schema, regex or lark
+    source: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that fits a schema."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise InputError(f"the JSON schema is no JSON: {error}.") from error
+        if not isinstance(found, dict):
+            raise InputError("the JSON schema must be an object.")
+        return cls("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, rules: str) -> Grammar:
+        """Text by the rules of a context-free grammar, as llguidance writes them."""
+        return cls("lark", rules)
+
+    def compiled(self, words: Any) -> Any:
+        """A matcher over the `words_of` a tokenizer. Raises InputError for what is no grammar, or not supported."""
+        guidance = _llguidance()
+        if len(self.source) > _LONGEST:
+            raise InputError(f"the grammar has {len(self.source)} characters; at most {_LONGEST} are allowed.")
+        matcher = guidance.LLMatcher
+        if self.kind == "json_schema":
+            rules = matcher.grammar_from_json_schema(self.source, overrides=_JSON)
+        elif self.kind == "regex":
+            rules = matcher.grammar_from_regex(self.source)
+        elif self.kind == "lark":
+            rules = matcher.grammar_from_lark(self.source)
+        else:
+            raise InputError(f"unknown kind of grammar {self.kind!r}: json_schema, regex or lark.")
+        found = matcher(words, rules, log_level=0)
+        if found.is_error():
+            reason = str(found.get_error()).strip().split("\n")[0]
+            raise InputError(f"the {self.kind.replace('_', ' ')} cannot be used: {reason}")
+        return found
+
+
+class Constraint:
+    """A grammar at work on one text: a logits processor, and a hint of what it forces."""
+
+    name = "grammar"
+
+    def __init__(self, grammar: Grammar, words: Any, ends: Collection[int], prompt_length: int) -> None:
+        self._matcher = grammar.compiled(words)
+        self._ends = [*ends]
+        self._read_to = prompt_length
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Rule out every token that may not come next."""
+        self._read(ids[0, self._read_to :].tolist())
+        allowed = np.zeros(scores.shape[1], dtype=np.bool_)
+        if self._matcher.is_stopped():
+            allowed[self._ends] = True
+        else:
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+            count = min(len(bits), len(allowed))
+            allowed[:count] = bits[:count]
+        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
+
+    def after(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """What must come next."""
+        self._read(tokens[self._read_to :])
+        forced: list[int] = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        return forced[:most]
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        """Take in committed tokens."""
+        self._read_to += len(tokens)
+        if tokens and not self._matcher.consume_tokens(list(tokens)):
+            raise InvalidLogits(f"the text left its grammar: {self._matcher.get_error()}")
+
+
+def words_of(tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> Any:
+    """What llguidance knows of a tokenizer. It takes a second for a large one: keep it."""
+    guidance = _llguidance()
+    try:
+        return guidance.hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(ends))
+    except Exception as error:
+        raise ModelError(f"grammars do not work with this tokenizer: {error}") from error
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance.hf
+    except ImportError as error:
+        raise InputError("grammars need llguidance: pip install 'outpace[serve]'.") from error
+    return llguidance
