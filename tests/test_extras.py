@@ -7,10 +7,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as token_models
-from transformers import PreTrainedTokenizerFast
 
 from outpace import (
     Autoregressive,
@@ -26,11 +22,9 @@ from outpace import (
 )
 from outpace.draft import chain, extended
 
-from .conftest import build
+from .serving import new_decoder
 from .test_batch import graph_decoder
 
-pytest.importorskip("llguidance")
-END = "<end>"
 METHODS: list[Method] = [
     Autoregressive(),
     Lookahead(window=3, ngram=3, guesses=3),
@@ -48,23 +42,8 @@ SAMPLED = Sampling(temperature=0.9, seed=3)
 
 
 @functools.cache
-def bytewise() -> Any:
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END]
-    found = Tokenizer(token_models.BPE({word: number for number, word in enumerate(words)}, []))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=found, eos_token=END)
-    tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
-    return tokenizer
-
-
-@functools.cache
 def decoder() -> Decoder:
-    options = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    model = build("Llama", {**options, **more, "bos_token_id": None, "eos_token_id": 256}, 0, torch.float32)
-    model.generation_config.eos_token_id = 256
-    return Decoder(model, bytewise())
+    return new_decoder(context=512)
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED])

@@ -97,6 +97,15 @@ class Writing:
         if number in self._texts:
             self._texts.pop(number).end()
 
+    @property
+    def waiting(self) -> int:
+        """How many texts are not begun."""
+        return len(self._queue)
+
+    def begun(self, number: int) -> bool:
+        """Whether a text is at work."""
+        return number in self._texts
+
     def __bool__(self) -> bool:
         """Whether there is anything left to write."""
         return bool(self._queue or self._texts)

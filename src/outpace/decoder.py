@@ -308,7 +308,7 @@ class Decoder:
         raw: bool = False,
         method: str | Method | None = None,
         logprobs: int | None = None,
-        grammar: Grammar | None = None,
+        grammar: Grammar | Constraint | None = None,
         prediction: str | Sequence[int] | None = None,
         salt: str = "",
     ) -> tuple[Request, TextStream | None]:
@@ -329,13 +329,17 @@ class Decoder:
             raise InputError(f"logprobs={logprobs!r} must be 0 or more, a whole number.")
         hints: list[Hint] = []
         if grammar is not None:
-            constraint = Constraint(grammar, self.words, self.ends, len(tokens))
+            constraint = self.constraint(grammar, len(tokens)) if isinstance(grammar, Grammar) else grammar
             how = replace(how, processors=(*how.processors, constraint))
             hints.append(constraint)
         if prediction is not None and len(prediction):
             hints.append(Prediction(self.encode(prediction, raw=True), len(tokens)))
         extras = Extras(logprobs, tuple(hints), salt)
         return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text), limit, extras), text
+
+    def constraint(self, grammar: Grammar, prompt_length: int) -> Constraint:
+        """A grammar made ready for one text, which takes a while for a large one: `request` takes that, too."""
+        return Constraint(grammar, self.words, self.ends, prompt_length)
 
     @cached_property
     def words(self) -> Any:
@@ -353,7 +357,7 @@ class Decoder:
     def _stream(self, request: Request, text: TextStream | None) -> Iterator[Step]:
         with closing(decode(*request)) as steps:
             for step in steps:
-                yield _with_text(step, text)
+                yield with_text(step, text)
 
     def _batch_of(self, prompts: Any, n: int = 1, **options: Any) -> Batch:
         prompts = prompts if is_batch(prompts) else [prompts]
@@ -467,7 +471,7 @@ class Batch:
                     events = self._writing.step()
                 for number, item in events:
                     if number not in self._cancelled:
-                        yield number, _with_text(item, self._texts[number]) if isinstance(item, Step) else item
+                        yield number, with_text(item, self._texts[number]) if isinstance(item, Step) else item
 
     def close(self) -> None:
         """End all texts."""
@@ -509,7 +513,7 @@ def _for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
     return given
 
 
-def _with_text(step: Step, text: TextStream | None) -> Step:
+def with_text(step: Step, text: TextStream | None) -> Step:
     """The step with its new text."""
     if text is None:
         return step

@@ -15,6 +15,7 @@ from ..errors import OutpaceError
 from .loading import models
 from .measuring import bench, calibrate, reproduce
 from .racing import race, report
+from .serving import serve
 from .training import export, train
 from .writing import generate, verify
 
@@ -43,7 +44,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS = (generate, verify, race, bench, report, reproduce, calibrate, train, export, models)  # as help lists them
+COMMANDS = (
+    generate,
+    serve,
+    verify,
+    race,
+    bench,
+    report,
+    reproduce,
+    calibrate,
+    train,
+    export,
+    models,
+)  # as help lists them
 for command in COMMANDS:
     app.command()(command)
 

@@ -342,6 +342,20 @@ class Program:
             return [(rows, self.costly) for rows in sizes]
         return [(rows, costly) for costly in (False, True) for rows in sizes if rows > 1 or not costly]
 
+    def make_all(self, samplings: Items[Sampling], texts: int) -> None:
+        """Make the steps of up to so many texts that are chosen like these, for every length of text.
+
+        Otherwise a size is made when it is first used, and all texts wait.
+        """
+        kinds = [needs_of(sampling) for sampling in samplings]
+        longest = self._span(self.engine.model.context)
+        span = self._span(1)
+        while span <= longest:
+            for group in (group for group in GROUPS if group <= _group(min(texts, self._most))):
+                for needs in kinds:
+                    self._steps(group, span, needs)
+            span *= 2
+
     def _believe(self) -> None:
         """Bring to the device what is believed of the sources by now."""
         assert self.chances is not None

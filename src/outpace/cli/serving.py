@@ -1,0 +1,77 @@
+"""`outpace serve` answers requests, and `outpace chat` talks in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options
+from .settings import choose_method
+
+if TYPE_CHECKING:
+    from ..decoder import Decoder
+
+
+def serve(
+    model: options.Model = options.DEFAULT_MODEL,
+    method: Annotated[str, typer.Option(help="How to draft, where a request does not say.")] = "auto",
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
+    ] = [],  # noqa: B006
+    host: Annotated[str, typer.Option(help="The address to listen at. Others than this machine's need keys.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: --model.")] = None,
+    max_texts: Annotated[int, typer.Option(help="Texts that are written at the same time.", min=1)] = 64,
+    max_queue: Annotated[int, typer.Option(help="Texts that may wait; further ones are refused.", min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Where a request does not say.", min=1)] = 4096,
+    memory: Annotated[float, typer.Option(help="The share of a GPU's free memory for the KV cache.")] = 0.9,
+    deadline: Annotated[float, typer.Option(help="Seconds for a request.")] = 600.0,
+    drain: Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")] = 30.0,
+    warm: Annotated[bool, typer.Option(help="Make every size of step before the first request.")] = True,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    runtime: options.Runtime = "auto",
+    exact: options.Exact = False,
+) -> None:
+    """Serve a model to OpenAI's clients, and a page at /."""
+    from ..serve import check_installed
+
+    check_installed()
+    from ..serve.running import Server, is_loopback, listen, read_keys, run
+    from ..serve.settings import Settings
+
+    chosen, given = choose_method(method, settings, device)
+    keys = read_keys(api_key_file)
+    local = is_loopback(host)
+    how = Settings(
+        name=name or model,
+        max_texts=max_texts,
+        max_queue=max_queue,
+        max_new_tokens=max_new_tokens,
+        api_keys=keys,
+        hosts=Settings.hosts if local else (),
+        deadline=deadline,
+        warm=warm,
+    )
+    place = listen(host, port, bool(keys))
+
+    def load() -> Decoder:
+        from ..decoder import load
+        from ..models.loading import hide_bars
+
+        hide_bars()
+        return load(
+            model, method=chosen, dtype=dtype, device=device, runtime=runtime, exact=exact, memory=memory, **given
+        )
+
+    def ready(server: Server) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        typer.echo(f"outpace: {how.name} is ready at http://{shown}:{place.getsockname()[1]}")
+
+    with place:
+        run(load, how, place, drain, ready)

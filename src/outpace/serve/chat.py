@@ -1,0 +1,216 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from time import time
+from typing import Any
+
+from ..draft import Step
+from ..errors import OutpaceError
+from ..grammar import Grammar
+from .faults import Fault
+from .fields import ChatRequest, ResponseFormat, Tool, ToolChoice
+from .pieces import figures, likely, new_id, trace
+from .prompts import chat_tokens, text_of
+from .service import Reply, Service
+from .tools import Calls, Found, forced
+from .worker import Order
+
+
+async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Order]:
+    """The texts that a chat asks for."""
+    service.check_model(asked.model)
+    decoder, method = service.decoder, service.method_of(asked)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise Fault("top_logprobs needs logprobs: true.", param="top_logprobs")
+    tools, must = chosen_tools(asked.tools, asked.tool_choice)
+    grammar = grammar_of(asked.response_format) if must is None else forced(must)
+    samplings = service.samplings_of(asked, asked.n or 1)
+    settings = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    limit = asked.max_completion_tokens or asked.max_tokens
+    predicted = None if asked.prediction is None else text_of(asked.prediction.content, "prediction")
+
+    def prepare() -> list[Order]:
+        tokens = chat_tokens(decoder, asked.messages, tools, settings)
+        common: dict[str, Any] = {
+            "max_new_tokens": service.limit_of(limit),
+            "stop": stop,
+            "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
+            "prediction": predicted or None,
+            "salt": salt,
+        }
+        found = []
+        for sampling in samplings:
+            constraint = None if grammar is None else begun(decoder, grammar, len(tokens), asked)
+            found.append(Order(tokens, method, {**common, "sampling": sampling, "grammar": constraint}))
+        return found
+
+    return await service.off_loop(prepare)
+
+
+def begun(decoder: Any, grammar: Grammar, length: int, asked: Any) -> Any:
+    """A grammar for one text; a Fault where it cannot be used."""
+    try:
+        return decoder.constraint(grammar, length)
+    except OutpaceError as error:
+        param = "tools" if grammar.kind == "lark" else "response_format"
+        raise Fault(str(error), param=param, code="invalid_schema") from error
+
+
+def grammar_of(asked: ResponseFormat | None) -> Grammar | None:
+    """What an answer must look like."""
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return Grammar.json_object()
+    if asked.json_schema is None:
+        raise Fault("json_schema is missing.", param="response_format")
+    return Grammar.json_schema(asked.json_schema.schema_)
+
+
+def chosen_tools(
+    tools: Sequence[Tool] | None, choice: str | ToolChoice | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The tools that the model is told of, and those of which it must call one."""
+    known = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+    if choice == "none":
+        return [], None
+    if choice in (None, "auto"):
+        return known, None
+    if isinstance(choice, ToolChoice):
+        named = [tool for tool in known if tool["function"]["name"] == choice.function.name]
+        if not named:
+            raise Fault(f"there is no tool {choice.function.name[:64]!r}.", param="tool_choice")
+        return known, named
+    if not known:
+        raise Fault("tool_choice needs tools.", param="tool_choice")
+    return known, known
+
+
+class Choice:
+    """One text of an answer, as it comes."""
+
+    def __init__(self, has_tools: bool) -> None:
+        self.text = ""
+        self.finish: str | None = None
+        self.calls: list[dict[str, Any]] = []
+        self._found = Calls() if has_tools else None
+
+    def take(self, step: Step) -> list[dict[str, Any]]:
+        """What is new, as deltas."""
+        found = [Found(step.text)] if self._found is None else self._found.push(step.text)
+        if step.finish is not None:
+            found += [] if self._found is None else self._found.finish()
+        deltas = [self._delta(piece) for piece in found if piece.text or piece.call is not None]
+        if step.finish is not None:
+            self.finish = "tool_calls" if self.calls and step.finish == "stop" else step.finish
+        return deltas
+
+    def _delta(self, piece: Found) -> dict[str, Any]:
+        if piece.call is None:
+            self.text += piece.text
+            return {"content": piece.text}
+        if piece.name is not None:
+            call = {
+                "id": new_id("call_"),
+                "type": "function",
+                "function": {"name": piece.name, "arguments": piece.arguments},
+            }
+            self.calls.append(call)
+            return {"tool_calls": [{"index": piece.call, **call, "function": {**call["function"]}}]}  # type: ignore[dict-item]
+        self.calls[piece.call]["function"]["arguments"] += piece.arguments
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.arguments}}]}
+
+    def message(self) -> dict[str, Any]:
+        """The whole answer."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.text or None if self.calls else self.text}
+        if self.calls:
+            found["tool_calls"] = self.calls
+        return found
+
+
+async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, Any]:
+    """The answer at once."""
+    orders, created = await orders_of(service, asked, salt), int(time())
+    choices = [Choice(bool(asked.tools) and asked.tool_choice != "none") for _ in orders]
+    steps: list[list[Step]] = [[] for _ in orders]
+    async with service.ask(orders) as reply:
+        async for batch in reply.batches():
+            for place, step in batch:
+                choices[place].take(step)
+                steps[place].append(step)
+    decoder = service.decoder
+    found = []
+    for place, choice in enumerate(choices):
+        chances = {"content": likely(decoder, steps[place]), "refusal": None} if asked.logprobs else None
+        entry = {"index": place, "message": choice.message(), "logprobs": chances, "finish_reason": choice.finish}
+        if asked.trace:
+            entry["trace"] = [trace(decoder, step) for step in steps[place]]
+        found.append(entry)
+    return {
+        "id": new_id("chatcmpl-"),
+        "object": "chat.completion",
+        "created": created,
+        "model": service.name,
+        "choices": found,
+        "usage": reply.usage(),
+        **figures(reply.jobs),
+    }
+
+
+async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGenerator[tuple[str | None, Any], None]:
+    """The answer as it comes."""
+    orders, name = await orders_of(service, asked, salt), new_id("chatcmpl-")
+    choices = [Choice(bool(asked.tools) and asked.tool_choice != "none") for _ in orders]
+    wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    head = {"id": name, "object": "chat.completion.chunk", "created": int(time()), "model": service.name}
+    empty: dict[str, Any] = {"usage": None} if wants_usage else {}
+    decoder = service.decoder
+    begun: set[int] = set()
+    async with service.ask(orders) as reply:
+        async for batch in reply.batches():
+            for place, steps in _by_place(batch).items():
+                deltas = [delta for step in steps for delta in choices[place].take(step)]
+                deltas = _merged(deltas)
+                if place not in begun:
+                    begun.add(place)
+                    deltas = [{"role": "assistant", "content": ""}, *deltas]
+                for number, delta in enumerate(deltas or ([{}] if asked.logprobs or asked.trace else [])):
+                    more: dict[str, Any] = {}
+                    last = number == max(len(deltas) - 1, 0)
+                    if asked.logprobs:
+                        entries = likely(decoder, steps) if last else []
+                        more["logprobs"] = {"content": entries, "refusal": None}
+                    if asked.trace and last:
+                        more["trace"] = [trace(decoder, step) for step in steps]
+                    choice = {"index": place, "delta": delta, **more, "finish_reason": None}
+                    yield None, {**head, "choices": [choice], **empty}
+                if choices[place].finish is not None:
+                    choice = {"index": place, "delta": {}, "finish_reason": choices[place].finish}
+                    yield None, {**head, "choices": [choice], **empty}
+        if wants_usage:
+            yield None, {**head, "choices": [], "usage": reply.usage(), **figures(reply.jobs)}
+    yield None, "[DONE]"
+
+
+def _by_place(batch: Sequence[tuple[int, Step]]) -> dict[int, list[Step]]:
+    found: dict[int, list[Step]] = {}
+    for place, step in batch:
+        found.setdefault(place, []).append(step)
+    return found
+
+
+def _merged(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbouring texts as one: a reader that lags gets fewer events."""
+    merged: list[dict[str, Any]] = []
+    for delta in deltas:
+        if merged and "content" in delta and "content" in merged[-1]:
+            merged[-1] = {"content": merged[-1]["content"] + delta["content"]}
+        else:
+            merged.append(delta)
+    return merged
+
+
+__all__ = ["Choice", "Reply", "chosen_tools", "grammar_of", "orders_of", "streamed", "whole"]

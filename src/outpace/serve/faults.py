@@ -1,0 +1,64 @@
+"""What can go wrong with a request, in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from ..errors import OutpaceError
+
+INVALID = "invalid_request_error"
+
+
+class Fault(Exception):
+    """An answer that is an error: its message names the field and the remedy."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code, self.retry_after = status, kind, param, code, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer, or of an event in the midst of a stream."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def busy(seconds: int) -> Fault:
+    """The queue is full."""
+    return Fault("the server's queue is full. Try again later.", 429, "rate_limit_error", None, "queue_full", seconds)
+
+
+def not_ready(state: str) -> Fault:
+    """The model is being loaded, or the server ends."""
+    return Fault(f"the server is {state}. Try again later.", 503, "service_unavailable", None, state, 5)
+
+
+def too_late(seconds: float) -> Fault:
+    """The deadline of a request has passed."""
+    message = f"the answer took longer than the deadline of {seconds:g} seconds. Ask for fewer tokens."
+    return Fault(message, 408, "timeout", "timeout", "deadline_exceeded")
+
+
+def fault_of(error: BaseException) -> Fault:
+    """What a client is told of an error. Bugs are logged by whoever catches them, and not shown."""
+    if isinstance(error, Fault):
+        return error
+    if isinstance(error, OutpaceError):
+        return Fault(str(error))
+    return Fault("the server failed to write this text; its log says why.", 500, "server_error", None, "internal_error")

@@ -1,0 +1,288 @@
+"""What clients send: every field with its range. Unknown fields are ignored, as OpenAI's clients expect."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from .faults import Fault
+
+Text = Annotated[str, Field(max_length=2**22)]
+Name = Annotated[str, Field(max_length=256)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=2**20)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Schema = dict[str, Any]
+
+
+class Fields(BaseModel):
+    """A part of a request."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        """Halves of characters, as JSON can have them, are no text that could be read or sent back."""
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise PydanticCustomError("text", "must be text: there is half a character in it") from error
+        except (TypeError, ValueError):
+            pass  # not from JSON; the fields say what is wrong
+        return data
+
+
+class Part(Fields):
+    """A part of a message."""
+
+    type: Name
+    text: Text | None = None
+
+
+class Called(Fields):
+    """The function of a call."""
+
+    name: Name
+    arguments: Text = ""
+
+
+class Call(Fields):
+    """A call of a tool by the model, in an earlier message."""
+
+    id: Name = ""
+    type: Name = "function"
+    function: Called
+
+
+class Message(Fields):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[Part] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
+    tool_call_id: Name | None = None
+
+
+class Function(Fields):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: Schema | None = None
+
+
+class Tool(Fields):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    """A function by its name."""
+
+    name: Name
+
+
+class ToolChoice(Fields):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Fields):
+    """A schema with its name."""
+
+    name: Name = "answer"
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class ResponseFormat(Fields):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Prediction(Fields):
+    """What the answer is expected to be."""
+
+    type: Literal["content"] = "content"
+    content: Text | list[Part]
+
+
+class StreamOptions(Fields):
+    """What a stream tells besides."""
+
+    include_usage: bool = False
+
+
+class TemplateSettings(Fields):
+    """The settings of chat templates that may be given."""
+
+    enable_thinking: bool | None = None
+
+
+class Asked(Fields):
+    """What all ways to ask for a text have."""
+
+    refused: ClassVar[
+        dict[str, tuple[Any, ...]]
+    ] = {}  # fields that are not supported, and the values that ask for nothing
+
+    model: Name | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    user: Name | None = None
+    method: Name | None = None
+    speculative: bool = True
+    trace: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, data: Any) -> Any:
+        for name, idle in cls.refused.items():
+            if isinstance(data, dict) and name in data and not any(data[name] == value for value in idle):
+                raise Fault(f"{name} is not supported. Leave it out.", param=name, code="unsupported_parameter")
+        return data
+
+
+class Sampled(Asked):
+    """What chats and completions have."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(Sampled):
+    """`/v1/chat/completions`."""
+
+    refused = {
+        "functions": (None, []),
+        "function_call": (None, "none"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "web_search_options": (None,),
+        "best_of": (None, 1),
+        "use_beam_search": (None, False),
+        "guided_grammar": (None,),
+        "continue_final_message": (None, False),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    prediction: Prediction | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+
+
+class CompletionRequest(Sampled):
+    """`/v1/completions`."""
+
+    refused = {
+        "suffix": (None, ""),
+        "echo": (None, False),
+        "best_of": (None, 1),
+        "use_beam_search": (None, False),
+        "prompt_embeds": (None,),
+    }
+
+    prompt: Text | Tokens | Annotated[list[Text] | list[Tokens], Field(min_length=1, max_length=128)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeRequest(Fields):
+    """`/tokenize`: a prompt or messages."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+
+
+class DetokenizeRequest(Fields):
+    """`/detokenize`."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Token], Field(max_length=2**20)]
+
+
+class InputItem(Fields):
+    """An item of `/v1/responses`: a message, a call, or what a call gave."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Text | list[Part] | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: Text | None = None
+    output: Text | list[Part] | None = None
+
+
+class FlatTool(Fields):
+    """A tool of `/v1/responses`."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: Schema | None = None
+
+
+class FlatChoice(Fields):
+    """The function that must be called, in `/v1/responses`."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(Fields):
+    """The format of an answer, in `/v1/responses`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name = "answer"
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+
+
+class TextSettings(Fields):
+    """The settings of an answer's text."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Asked):
+    """`/v1/responses`, without state."""
+
+    refused = {
+        "previous_response_id": (None,),
+        "conversation": (None,),
+        "background": (None, False),
+        "prompt": (None,),
+        "truncation": (None, "disabled"),
+        "reasoning": (None, {}),
+    }
+
+    input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    text: TextSettings | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None

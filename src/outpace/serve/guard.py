@@ -1,0 +1,106 @@
+"""Who may ask, and how much they may send. It stands before everything else, and decides by the path of the scope."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from hashlib import sha256
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .faults import Fault
+from .settings import Settings
+
+log = logging.getLogger("outpace.serve")
+OPEN = ("/health", "/")  # without a key: the page is a file that holds nothing, and asks for the key
+
+
+class Guard:
+    """Checks key, Host, Origin, and the sizes of headers and body. Logs what was asked for, never what it said."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app, self.settings = app, settings
+        self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request pass, or answer it with what is wrong."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        start, status, read = perf_counter(), 499, 0
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+            await send(message)
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                if read > self.settings.max_body:  # in the midst of the application, which knows these
+                    raise HTTPException(413, str(_too_large(self.settings)))
+            return message
+
+        try:
+            self._check(scope)
+            await self.app(scope, limited, watched)
+        except Fault as fault:
+            if started:
+                raise
+            await fault.response()(scope, receive, watched)
+        finally:
+            spent = 1000 * (perf_counter() - start)
+            log.info("%s %s %d %.0f ms", scope["method"], scope["path"], status, spent)
+
+    def _check(self, scope: Scope) -> None:
+        headers = _headers(scope)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self.settings.max_headers:
+            raise Fault(f"the headers are larger than {self.settings.max_headers} bytes.", 431)
+        host = headers.get("host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if self.settings.hosts and name not in self.settings.hosts:
+            raise Fault(f"the Host {name!r} is none of this server's names.", 403, code="invalid_host")
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise Fault("requests from other sites are not allowed.", 403, code="invalid_origin")
+        if self._digests and scope["path"] not in OPEN and not self._knows(_bearer(headers)):
+            message = "a valid API key is needed: send the header Authorization: Bearer KEY."
+            raise Fault(message, 401, code="invalid_api_key")
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise Fault("the body must be JSON: send the header Content-Type: application/json.", 415)
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length) > self.settings.max_body:
+            raise _too_large(self.settings)
+
+    def _knows(self, key: str) -> bool:
+        """Compares with every key, in a time that does not depend on them."""
+        given = sha256(key.encode("utf-8", "surrogateescape")).digest()
+        return sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
+
+
+def _too_large(settings: Settings) -> Fault:
+    return Fault(f"the body is larger than {settings.max_body} bytes.", 413, code="body_too_large")
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """By name; of several with one name the last."""
+    found: dict[str, Any] = {
+        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+    }
+    return found
+
+
+def _bearer(headers: dict[str, str]) -> str:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""

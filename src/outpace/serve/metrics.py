@@ -1,0 +1,167 @@
+"""Numbers for Prometheus under vLLM's names, and what a response says of its own guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ..decoder import Result
+from ..draft import MODEL, Step
+from .worker import Job, Worker
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
+DEEPEST = 32  # positions of guesses that are counted apart
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": _SECONDS,
+    "inter_token_latency_seconds": _SECONDS,
+    "request_time_per_output_token_seconds": _SECONDS,
+    "e2e_request_latency_seconds": _SECONDS,
+    "request_queue_time_seconds": _SECONDS,
+    "request_inference_time_seconds": _SECONDS,
+    "request_prefill_time_seconds": _SECONDS,
+    "request_decode_time_seconds": _SECONDS,
+    "request_prompt_tokens": _TOKENS,
+    "request_generation_tokens": _TOKENS,
+    "iteration_tokens_total": _TOKENS,
+}
+_COUNTERS = (
+    "prompt_tokens",
+    "generation_tokens",
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+)
+_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+class Metrics:
+    """What a worker tells it, as Prometheus reads it."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        names = tuple(self._labels)
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", name.replace("_", " "), names, buckets=buckets, registry=self.registry)
+            for name, buckets in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(f"vllm:{name}", name.replace("_", " "), names, registry=self.registry) for name in _COUNTERS
+        }
+        self._gauges = {
+            name: Gauge(f"vllm:{name}", name.replace("_", " "), names, registry=self.registry) for name in _GAUGES
+        }
+        by_reason, by_place = (*names, "finished_reason"), (*names, "position")
+        self._success = Counter("vllm:request_success", "texts that ended", by_reason, registry=self.registry)
+        self._by_place = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "accepted guesses", by_place, registry=self.registry
+        )
+        for counter in self._counters.values():
+            counter.labels(**self._labels)
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(**self._labels, finished_reason=reason)
+
+    def follow(self, worker: Worker) -> None:
+        """Read the gauges from this worker."""
+        pool = worker.decoder.engine.pool
+        readings = {
+            "num_requests_running": lambda: worker.running,
+            "num_requests_waiting": lambda: worker.waiting,
+            "kv_cache_usage_perc": lambda: pool.held / pool.capacity,
+        }
+        for name, read in readings.items():
+            self._gauges[name].labels(**self._labels).set_function(read)
+
+    def text(self) -> bytes:
+        """All of it, as `/metrics` shows it."""
+        return generate_latest(self.registry)
+
+    def _count(self, name: str, number: float) -> None:
+        self._counters[name].labels(**self._labels).inc(number)
+
+    def _observe(self, name: str, number: float) -> None:
+        self._histograms[name].labels(**self._labels).observe(max(0.0, number))
+
+    def stepped(self, tokens: int, jobs: Sequence[tuple[Job, Step]], now: float) -> None:
+        """A step has brought so many tokens."""
+        self._observe("iteration_tokens_total", tokens)
+        self._count("generation_tokens", tokens)
+        for job, step in jobs:
+            if not job.first:
+                job.first = now
+                self._observe("time_to_first_token_seconds", now - job.arrived)
+                self._count("prompt_tokens", job.result.prompt_tokens)
+                self._count("prefix_cache_queries", job.result.prompt_tokens)
+                self._count("prefix_cache_hits", step.reused)
+            elif step.tokens:
+                for _ in step.tokens:
+                    self._observe("inter_token_latency_seconds", (now - job.last) / len(step.tokens))
+            job.last = now
+            guesses = step.draft.candidates - 1
+            if guesses:
+                self._count("spec_decode_num_drafts", 1)
+                self._count("spec_decode_num_draft_tokens", guesses)
+                self._count("spec_decode_num_accepted_tokens", len(step.rows) - 1)
+                for place in range(min(len(step.rows) - 1, DEEPEST)):
+                    self._by_place.labels(**self._labels, position=str(place)).inc()
+
+    def ended(self, job: Job, reason: str, now: float) -> None:
+        """A text has ended."""
+        self._success.labels(**self._labels, finished_reason=reason).inc()
+        self._observe("e2e_request_latency_seconds", now - job.arrived)
+        self._observe("request_prompt_tokens", job.result.prompt_tokens)
+        self._observe("request_generation_tokens", job.result.new_tokens)
+        if job.begun:
+            self._observe("request_queue_time_seconds", job.begun - job.arrived)
+            self._observe("request_inference_time_seconds", now - job.begun)
+        if job.first:
+            self._observe("request_prefill_time_seconds", job.first - (job.begun or job.arrived))
+            self._observe("request_decode_time_seconds", now - job.first)
+            if job.result.new_tokens > 1:
+                spent = (now - job.first) / (job.result.new_tokens - 1)
+                self._observe("request_time_per_output_token_seconds", spent)
+
+
+def acceptance(results: Sequence[Result]) -> dict[str, Any]:
+    """vLLM's figures about the guesses of a response."""
+    per_step = [tokens for result in results for tokens in result.accepted_per_step]
+    offered = sum(sum(result.offered.values()) for result in results)
+    accepted = sum(len(result.sources) - result.sources.count(MODEL) for result in results)
+    longest = max(per_step, default=1)
+    return {
+        "mean_acceptance_length": sum(per_step) / len(per_step) if per_step else 0.0,
+        "draft_acceptance_rate": accepted / offered if offered else 0.0,
+        "acceptance_histogram": [per_step.count(tokens) for tokens in range(1, longest + 1)],
+        "num_spec_steps": len(per_step),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": offered,
+        "num_spec_tokens": longest - 1,
+    }
+
+
+def timings(jobs: Sequence[Job]) -> dict[str, Any]:
+    """llama.cpp's figures about a response."""
+    results = [job.result for job in jobs]
+    start = min(job.arrived for job in jobs)
+    first = min((job.first for job in jobs if job.first), default=start)
+    last = max(job.last for job in jobs)
+    prompt, predicted = results[0].prompt_tokens, sum(result.new_tokens for result in results)
+    reading, writing = max(first - start, 1e-9), max(last - first, 1e-9)
+    reused = results[0].reused
+    return {
+        "cache_n": reused,
+        "prompt_n": prompt - reused,
+        "prompt_ms": 1000 * reading,
+        "prompt_per_second": (prompt - reused) / reading,
+        "predicted_n": predicted,
+        "predicted_ms": 1000 * writing,
+        "predicted_per_second": predicted / writing,
+        "draft_n": sum(sum(result.offered.values()) for result in results),
+        "draft_n_accepted": sum(len(result.sources) - result.sources.count(MODEL) for result in results),
+    }

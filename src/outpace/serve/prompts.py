@@ -1,0 +1,89 @@
+"""From the messages of a request to the tokens of a prompt. Off the event loop: long prompts take a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..decoder import Decoder
+from ..errors import OutpaceError
+from .faults import Fault
+from .fields import Message, Part
+from .tools import BEGIN, END, described
+
+
+def chat_tokens(
+    decoder: Decoder, messages: Sequence[Message], tools: Sequence[dict[str, Any]], settings: dict[str, Any]
+) -> list[int]:
+    """The tokens of a chat, by the model's template."""
+    template = getattr(decoder.tokenizer, "chat_template", None)
+    if not template:
+        raise Fault("this model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template")
+    knows = "tools" in str(template)
+    chat = [_plain(message, knows) for message in messages]
+    given: dict[str, Any] = {"tools": list(tools)} if tools and knows else {}
+    if tools and not knows:
+        first = chat[0] if chat[0]["role"] == "system" else {"role": "system", "content": ""}
+        rest = chat[1:] if first is chat[0] else chat
+        chat = [{**first, "content": f"{first['content']}\n\n{described(tools)}".strip()}, *rest]
+    try:
+        found = decoder.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False, **given, **settings
+        )
+        tokens = list(found)
+    except Exception as error:  # templates raise what they like
+        raise Fault(f"the model's chat template refuses these messages: {error}", param="messages") from error
+    return checked(decoder, tokens, "messages")
+
+
+def raw_tokens(decoder: Decoder, prompt: str | Sequence[int]) -> list[int]:
+    """The tokens of a text as it is."""
+    try:
+        tokens = decoder.encode(prompt, raw=True)
+    except OutpaceError as error:
+        raise Fault(str(error), param="prompt") from error
+    return checked(decoder, tokens, "prompt")
+
+
+def checked(decoder: Decoder, tokens: list[int], param: str) -> list[int]:
+    """The tokens, if there are some and there is room behind them."""
+    if not tokens:
+        raise Fault("the prompt is empty. Give at least one token of text.", param=param)
+    context = decoder.model.context
+    if len(tokens) >= context:
+        raise Fault(
+            f"this model's context has {context} tokens, and the prompt has {len(tokens)}. Shorten the {param}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return tokens
+
+
+def text_of(content: str | Sequence[Part] | None, param: str) -> str:
+    """A message's text. Parts that are no text are refused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
+            raise Fault(f"parts of type {part.type!r} are not supported: text alone is.", param=param)
+    return "".join(part.text or "" for part in content)
+
+
+def _plain(message: Message, knows_tools: bool) -> dict[str, Any]:
+    """A message as templates read it. One that knows no tools sees calls and their results as text."""
+    role = "system" if message.role == "developer" else message.role
+    text = text_of(message.content, "messages")
+    found: dict[str, Any] = {"role": role, "content": text}
+    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
+    if calls and knows_tools:
+        found["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    elif calls:
+        written = [
+            f'{BEGIN}\n{{"name": "{call["name"]}", "arguments": {call["arguments"] or "{}"}}}\n{END}' for call in calls
+        ]
+        found["content"] = "\n".join([*([text] if text else []), *written])
+    if role == "tool" and not knows_tools:
+        found = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    if message.name is not None:
+        found["name"] = message.name
+    return found

@@ -1,0 +1,107 @@
+"""A server as a process: its address, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from ipaddress import ip_address
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+
+import uvicorn
+
+from ..errors import InputError
+from .application import build
+from .service import Service
+from .settings import Settings, Source
+
+log = logging.getLogger("outpace.serve")
+PATIENCE = 2  # seconds that connections have to end after all texts have
+
+
+class Server(uvicorn.Server):
+    """Drains at the first SIGTERM or Ctrl-C: no new requests, those that there are end. The second ends it at once."""
+
+    def __init__(self, source: Source, settings: Settings, drain: float = 30.0) -> None:
+        app = build(source, settings)
+        self.service: Service = app.state.service
+        self._drain, self._until = drain, 0.0
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                http="h11",
+                h11_max_incomplete_event_size=settings.max_headers,
+                timeout_graceful_shutdown=PATIENCE,
+                server_header=False,
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if self._until:
+            super().handle_exit(sig, frame)
+            return
+        self._until = monotonic() + self._drain
+        self.service.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if self._until and not self.should_exit and (self.service.open == 0 or monotonic() > self._until):
+            await asyncio.to_thread(self.service.abort)
+            self.should_exit = True
+        if self.service.state == "failed":
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int, has_key: bool) -> socket.socket:
+    """A socket at an address. One that others can reach needs a key."""
+    if not is_loopback(host) and not has_key:
+        raise InputError(
+            f"--host {host} can be reached by others. Give a file with API keys: --api-key-file, or use 127.0.0.1."
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise InputError(f"cannot listen at {host}:{port}: {error.strerror}. Try another --port.") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches an address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """The API keys of a file, one a line."""
+    if path is None:
+        return ()
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--api-key-file {path}: {error}") from error
+    if not keys:
+        raise InputError(f"--api-key-file {path} has no keys. Write one a line.")
+    return keys
+
+
+def run(
+    source: Source, settings: Settings, place: socket.socket, drain: float, on_ready: Callable[[Server], None]
+) -> None:
+    """Serve until a signal comes. Raises what loading the model has failed with."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=False)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    server = Server(source, settings, drain)
+    server.service.on_ready = lambda: on_ready(server) if server.service.state == "ready" else None
+    server.run(sockets=[place])
+    if server.service.error is not None:
+        raise server.service.error

@@ -1,0 +1,214 @@
+"""What a server has: a decoder that is loaded in the background, the worker, and the texts of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ..decoder import Decoder
+from ..draft import Step
+from ..errors import UnknownNameError
+from ..methods import METHODS
+from ..picking import Sampling
+from .faults import Fault, fault_of, not_ready
+from .fields import Asked
+from .metrics import Metrics
+from .settings import Settings, Source
+from .warming import warm
+from .worker import Job, Mailbox, Order, Worker
+
+log = logging.getLogger("outpace.serve")
+T = TypeVar("T")
+PLAIN = "autoregressive"
+
+
+class Service:
+    """The parts of a server that requests share."""
+
+    def __init__(self, source: Source, settings: Settings) -> None:
+        self.settings = settings
+        self.state = "loading"
+        self.error: BaseException | None = None  # what loading has failed with
+        self._source = source
+        self._decoder: Decoder | None = None
+        self._worker: Worker | None = None
+        self._metrics: Metrics | None = None
+        self._threads = ThreadPoolExecutor(2, "outpace-reads")  # prompts are encoded here
+        self._loading = Thread(target=self._load, name="outpace-loads", daemon=True)
+        self.on_ready: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """Load the model, if it is not, and begin to write."""
+        self._loading.start()
+
+    def _load(self) -> None:
+        try:
+            decoder = self._source if isinstance(self._source, Decoder) else self._source()
+            if self.settings.warm:
+                warm(decoder, decoder.method, self.settings.max_texts)
+            self._decoder, self._metrics = decoder, Metrics(self.settings.name or decoder.model.name)
+            self._worker = Worker(decoder, self._metrics, self.settings.max_texts, self.settings.max_queue)
+            self._metrics.follow(self._worker)
+            self._worker.start()
+            if self.state == "loading":
+                self.state = "ready"
+        except BaseException as error:
+            self.error, self.state = error, "failed"
+            log.error("the model could not be loaded: %s", error)
+        self.on_ready()
+
+    async def close(self) -> None:
+        """End everything. Texts that are being written end with an error."""
+        self.state = "stopped"
+        await asyncio.to_thread(self._loading.join)
+        await asyncio.to_thread(self.abort)
+        self._threads.shutdown()
+
+    def drain(self) -> None:
+        """Take no more requests; those that there are go on."""
+        self.state = "draining"
+        if self._worker is not None:
+            self._worker.drain()
+
+    def abort(self) -> None:
+        """End all texts with an error."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    @property
+    def open(self) -> int:
+        """Texts that are not ended."""
+        return 0 if self._worker is None else self._worker.open
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder, or a Fault where it is not there yet."""
+        if self._decoder is None:
+            raise not_ready(self.state)
+        return self._decoder
+
+    @property
+    def name(self) -> str:
+        """The model's, as clients say it."""
+        return self.settings.name or self.decoder.model.name
+
+    @property
+    def metrics(self) -> Metrics:
+        """Numbers for Prometheus."""
+        if self._metrics is None:
+            raise not_ready(self.state)
+        return self._metrics
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse a model that is not this one, and all while it is being loaded or the server ends."""
+        if self.state != "ready":
+            raise not_ready(self.state)
+        if model not in (None, "", self.name):
+            message = f"the model {model!r} is not served here; {self.name!r} is."
+            raise Fault(message, 404, param="model", code="model_not_found")
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Do what takes a while, in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def ask(self, orders: Sequence[Order]) -> Reply:
+        """Texts for a request."""
+        if len(orders) > self.settings.max_n:
+            raise Fault(f"a request may ask for {self.settings.max_n} texts, not {len(orders)}.", param="n")
+        assert self._worker is not None
+        return Reply(self._worker, orders, self.settings.deadline)
+
+    def method_of(self, asked: Asked) -> str | None:
+        """The method that a request names; None for the server's own."""
+        if not asked.speculative:
+            return PLAIN
+        if asked.method is None:
+            return None
+        if asked.method not in METHODS:
+            known = [name for name, method in METHODS.items() if method.lossless]
+            raise Fault(str(UnknownNameError("method", asked.method, known)), param="method")
+        if not METHODS[asked.method].lossless:
+            raise Fault(f"{asked.method} changes the text, and is not served.", param="method")
+        return asked.method
+
+    def samplings_of(self, asked: Asked, count: int) -> list[Sampling]:
+        """How the texts of a request are chosen: as OpenAI has it, at temperature 1 unless it says otherwise."""
+        bias = {self._token(key): value for key, value in (asked.logit_bias or {}).items()}
+        seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        return [
+            Sampling(
+                temperature=1.0 if asked.temperature is None else asked.temperature,
+                top_k=max(0, asked.top_k or 0),
+                top_p=1.0 if asked.top_p is None else asked.top_p,
+                min_p=asked.min_p or 0.0,
+                repetition_penalty=asked.repetition_penalty,
+                presence_penalty=asked.presence_penalty or 0.0,
+                frequency_penalty=asked.frequency_penalty or 0.0,
+                logit_bias=bias,
+                seed=seed + number,
+            )
+            for number in range(count)
+        ]
+
+    def _token(self, key: str) -> int:
+        if key.isascii() and key.isdigit() and len(key) < 12 and int(key) < self.decoder.model.vocabulary:
+            return int(key)
+        message = f"{key[:20]!r} must be a token id below {self.decoder.model.vocabulary}."
+        raise Fault(message, param="logit_bias")
+
+    def limit_of(self, asked: int | None) -> int:
+        """How many tokens may be written."""
+        return self.settings.max_new_tokens if asked is None else asked
+
+
+class Reply:
+    """The texts of one request. Leaving the block ends those that are not done."""
+
+    def __init__(self, worker: Worker, orders: Sequence[Order], deadline: float) -> None:
+        self._worker, self._orders, self._deadline = worker, orders, deadline
+        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self.jobs: list[Job] = []
+
+    async def __aenter__(self) -> Reply:
+        self.jobs = self._worker.submit(self._orders, self._mailbox, self._deadline)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.cancel(self.jobs)
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Step]]]:
+        """What has come since the last time, by the number of the text, until all have ended."""
+        left = len(self.jobs)
+        while left:
+            steps: list[tuple[int, Step]] = []
+            for place, item in await self._mailbox.take():
+                if isinstance(item, Exception):
+                    raise fault_of(item)
+                steps.append((place, item))
+                left -= item.finish is not None
+            yield steps
+
+    def usage(self, prompts: int = 1) -> dict[str, Any]:
+        """OpenAI's count of tokens. The texts are those of so many prompts, one after the other."""
+        results = [job.result for job in self.jobs]
+        firsts = results[:: len(results) // prompts]
+        read, written = sum(result.prompt_tokens for result in firsts), sum(result.new_tokens for result in results)
+        told = sum(result.sources.count("prediction") for result in results)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": sum(result.reused for result in firsts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": told,
+                "rejected_prediction_tokens": sum(r.offered.get("prediction", 0) for r in results) - told,
+            },
+        }

@@ -1,0 +1,212 @@
+"""Calls of tools: how the model is told of them, made to call one, and how a call is found in its text.
+
+A call is a JSON object with `name` and `arguments` between <tool_call> and </tool_call>, as Hermes, Qwen and SmolLM
+write it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..grammar import Grammar
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_ARGUMENTS = ("arguments", "parameters")
+_ABOUT = """You may call functions. They are listed as JSON between <tools> and </tools>:
+<tools>
+{tools}
+</tools>
+To call one, answer with a JSON object with its name and arguments:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+
+
+def described(tools: Sequence[dict[str, Any]]) -> str:
+    """What a model is told whose chat template knows nothing of tools."""
+    return _ABOUT.format(tools="\n".join(json.dumps(tool) for tool in tools))
+
+
+def forced(tools: Sequence[dict[str, Any]]) -> Grammar:
+    """An answer that is a call of one of these."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return Grammar.lark(
+        f'start: "{BEGIN}\\n" call "\\n{END}"\ncall: %json {json.dumps({**schema, "x-guidance": style})}\n'
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """A piece of an answer: text, or a piece of a call."""
+
+    text: str = ""
+    call: int | None = None  # the number of the call that this belongs to
+    name: str | None = None  # said once, when it is known
+    arguments: str = ""
+
+
+class Calls:
+    """Finds calls in an answer as it comes. However the text is cut in pieces, what is found is the same.
+
+    >>> calls = Calls()
+    >>> [calls.push(piece) for piece in ('Hi <tool', '_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')][1]
+    [Found(text='', call=0, name='f', arguments=''), Found(text='', call=0, name=None, arguments='{"a": 1}')]
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # calls that were begun and have a name
+        self._held = ""  # text that may be the beginning of a mark
+        self._call: _Call | None = None
+
+    def push(self, text: str) -> list[Found]:
+        """More of the answer."""
+        found: list[Found] = []
+        self._held += text
+        while self._held:
+            mark = BEGIN if self._call is None else END
+            place = self._held.find(mark)
+            if place >= 0:
+                found += self._take(self._held[:place])
+                self._held = self._held[place + len(mark) :]
+                found += self._turn()
+                continue
+            kept = next((size for size in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:size])), 0)
+            found += self._take(self._held[: len(self._held) - kept])
+            self._held = self._held[len(self._held) - kept :]
+            break
+        return _merged(found)
+
+    def finish(self) -> list[Found]:
+        """The answer has ended. A call that was cut off stays as far as it went; what is no call is text."""
+        found = self._take(self._held)
+        self._held = ""
+        if self._call is not None and self._call.number is None:
+            found.append(Found(BEGIN + self._call.text))
+        self._call = None
+        return _merged(found)
+
+    def _take(self, text: str) -> list[Found]:
+        if self._call is None:
+            return [Found(text)] if text else []
+        arguments = self._call.push(text)
+        found = []
+        if self._call.name is not None and self._call.number is None:
+            self._call.number = self.count
+            self.count += 1
+            found.append(Found(call=self._call.number, name=self._call.name))
+        if arguments:
+            found.append(Found(call=self._call.number, arguments=arguments))
+        return found
+
+    def _turn(self) -> list[Found]:
+        """A mark stands here: a call begins, or ends."""
+        if self._call is None:
+            self._call = _Call()
+            return []
+        call, self._call = self._call, None
+        return [Found(f"{BEGIN}{call.text}{END}")] if call.number is None else []  # it was none
+
+
+def _merged(found: Sequence[Found]) -> list[Found]:
+    """Neighbouring pieces of text as one."""
+    merged: list[Found] = []
+    for piece in found:
+        if merged and piece.call is None and merged[-1].call is None:
+            merged[-1] = Found(merged[-1].text + piece.text)
+        else:
+            merged.append(piece)
+    return merged
+
+
+class _Call:
+    """A JSON object, read letter by letter: the value of `name`, and that of `arguments` as it comes."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.name: str | None = None
+        self.number: int | None = None
+        self._depth = 0
+        self._in_text = self._escaped = False
+        self._key = ""  # the last key at depth 1
+        self._value = ""  # what stands behind it, so far
+        self._word = ""  # the text that was read last
+        self._behind = False  # the colon
+        self._waiting = ""  # arguments that came before the name
+
+    def push(self, text: str) -> str:
+        """More of the object; new arguments, once the name is known."""
+        self.text += text
+        arguments = "".join(self._letter(letter) for letter in text)
+        if self.name is None:
+            self._waiting += arguments
+            return ""
+        arguments, self._waiting = self._waiting + arguments, ""
+        return arguments
+
+    def _letter(self, letter: str) -> str:
+        inside = self._behind and self._depth >= 1
+        if self._in_text:
+            self._word += letter
+            if self._escaped:
+                self._escaped = False
+            elif letter == "\\":
+                self._escaped = True
+            elif letter == '"':
+                self._in_text = False
+            return self._part(letter) if inside else ""
+        if letter == '"':
+            self._in_text, self._word = True, letter
+            return self._part(letter) if inside else ""
+        if letter in "{[":
+            self._depth += 1
+            return self._part(letter) if inside else ""
+        if letter in "}]":
+            self._depth -= 1
+            if self._depth >= 1:
+                return self._part(letter, closes=True) if inside else ""
+            return self._end_value()
+        if self._depth == 1 and letter == ":" and not self._behind:
+            self._behind, self._key, self._value = True, _text(self._word), ""
+            return ""
+        if self._depth == 1 and letter == ",":
+            return self._end_value()
+        return self._part(letter) if inside else ""
+
+    def _part(self, letter: str, closes: bool = False) -> str:
+        """A letter of the value behind a key."""
+        if not self._value and letter.isspace():
+            return ""
+        self._value += letter
+        return letter if self._key in _ARGUMENTS and (self._depth > 1 or closes) else ""
+
+    def _end_value(self) -> str:
+        if not self._behind:
+            return ""
+        self._behind = False
+        if self._key == "name" and self.name is None:
+            self.name = _text(self._value.strip()) or None
+        return _text(self._value.strip()) if self._key in _ARGUMENTS else ""  # some write them as a text
+
+
+def _text(written: str) -> str:
+    try:
+        found = json.loads(written)
+    except ValueError:
+        return ""
+    return found if isinstance(found, str) else ""

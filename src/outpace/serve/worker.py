@@ -1,0 +1,266 @@
+"""The one thread that writes: it owns the texts, and steps them.
+
+Requests come in by `submit` and go by `cancel`, from any thread. What a step brings goes to the event loop in one call.
+There it lies in the request's mailbox until its reader comes: a reader that lags gets several steps at once, and keeps
+nobody waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from threading import Condition, Thread
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+from ..batch import Writing
+from ..decoder import Decoder, Result, with_text
+from ..draft import Step
+from ..methods.base import Method
+from ..text import TextStream
+from .faults import Fault, busy, not_ready, too_late
+
+log = logging.getLogger("outpace.serve")
+PATIENCE = 30  # the longest that a client is told to wait
+
+
+class Order(NamedTuple):
+    """A text to write: a prompt, and the options of `Decoder.request`."""
+
+    tokens: Sequence[int]
+    method: str | None
+    options: dict[str, Any]
+
+
+class Mailbox:
+    """What has come of the texts of one request, for one reader in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._items: list[tuple[int, Step | Exception]] = []
+        self._there = asyncio.Event()
+
+    def put(self, items: Sequence[tuple[int, Step | Exception]]) -> None:
+        """In the event loop."""
+        self._items += items
+        self._there.set()
+
+    async def take(self) -> list[tuple[int, Step | Exception]]:
+        """All that is there; waits until something is. By the number of the text in the request."""
+        await self._there.wait()
+        self._there.clear()
+        items, self._items = self._items, []
+        return items
+
+
+class Job:
+    """A text that somebody waits for, and when what happened to it."""
+
+    def __init__(self, order: Order, place: int, mailbox: Mailbox, deadline: float) -> None:
+        self.order, self.place, self.mailbox = order, place, mailbox
+        self.seconds = deadline
+        self.arrived = monotonic()
+        self.begun = self.first = self.last = 0.0
+        self.stream: TextStream | None = None
+        self.result = Result("", True, len(order.tokens))
+        self.number: int | None = None  # in the writing
+        self.ended = False
+
+
+class Watch(Protocol):
+    """Is told what the thread does."""
+
+    def stepped(self, tokens: int, jobs: Sequence[tuple[Job, Step]], now: float) -> None:
+        """A step has brought so many tokens."""
+
+    def ended(self, job: Job, reason: str, now: float) -> None:
+        """A text has ended: stop, length, abort or error."""
+
+
+class Worker:
+    """Writes texts for requests, in a thread of its own."""
+
+    def __init__(self, decoder: Decoder, watch: Watch, most: int, queue: int) -> None:
+        self.decoder, self.watch = decoder, watch
+        self.most, self.queue = most, queue
+        self._changed = Condition()
+        self._new: deque[Job] = deque()
+        self._gone: deque[Job] = deque()  # cancelled
+        self._state = "ready"
+        self._methods: dict[str, Method] = {}
+        self._writing = Writing(most)
+        self._jobs: dict[int, Job] = {}  # by their numbers in the writing
+        self._open = 0  # texts that were asked for and have not ended
+        self._pace = 1.0  # seconds that a text takes, by those that ended
+        self._thread = Thread(target=self._run, name="outpace-writes", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    @property
+    def open(self) -> int:
+        """Texts that were asked for and have not ended."""
+        return self._open
+
+    @property
+    def waiting(self) -> int:
+        """Those of them that are not begun."""
+        return len(self._new) + self._writing.waiting
+
+    @property
+    def running(self) -> int:
+        """Those that are."""
+        return max(0, self._open - self.waiting)
+
+    def submit(self, orders: Sequence[Order], mailbox: Mailbox, deadline: float) -> list[Job]:
+        """Have texts written, all or none of them. Raises a Fault where there is no room."""
+        jobs = [Job(order, place, mailbox, deadline) for place, order in enumerate(orders)]
+        with self._changed:
+            if self._state != "ready":
+                raise not_ready(self._state)
+            if self._open + len(jobs) > self.most + self.queue:
+                raise busy(self._wait())
+            self._open += len(jobs)
+            self._new += jobs
+            self._changed.notify()
+        return jobs
+
+    def _wait(self) -> int:
+        """In how many seconds there may be room."""
+        return int(min(PATIENCE, max(1.0, self._pace * self._open / self.most)))
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End texts, before the next step. Nothing happens to those that have ended."""
+        with self._changed:
+            self._gone += [job for job in jobs if not job.ended]
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Take no more requests; those that there are go on."""
+        with self._changed:
+            self._state = "draining"
+
+    def stop(self) -> None:
+        """End all texts, and the thread."""
+        with self._changed:
+            self._state = "stopped"
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._new or self._gone or self._writing or self._state == "stopped"):
+                    self._changed.wait()
+                new, gone = [*self._new], [*self._gone]
+                self._new.clear()
+                self._gone.clear()
+                stopped = self._state == "stopped"
+            try:
+                if stopped:
+                    self._end_all(not_ready("stopped"), new)
+                    return
+                self._turn(new, gone)
+            except Exception as error:  # a bug: those who wait must hear of it, and others be served
+                log.exception("a step failed")
+                self._end_all(error, new)
+
+    def _turn(self, new: Sequence[Job], gone: Sequence[Job]) -> None:
+        """Let texts come and go, and take one step."""
+        found: list[tuple[Job, Step | Exception]] = []
+        for job in gone:
+            self._end(job, "abort")
+        for job in new:
+            if not job.ended:
+                found += self._begin(job)
+        now = monotonic()
+        for job in [job for job in self._jobs.values() if now - job.arrived > job.seconds]:
+            found.append((job, too_late(job.seconds)))
+        if self._writing:
+            with self.decoder.engine.turns:
+                events = self._writing.step()
+            found += [(self._jobs[number], item) for number, item in events if number in self._jobs]
+            begun = {number for number, _ in events}
+            for number, job in self._jobs.items():
+                if not job.begun and (number in begun or self._writing.begun(number)):
+                    job.begun = now
+        self._hand_out(found)
+
+    def _begin(self, job: Job) -> list[tuple[Job, Step | Exception]]:
+        """Ask for a text; its error, if it cannot be."""
+        try:
+            method = self._prepared(job.order.method)
+            request, job.stream = self.decoder.request(job.order.tokens, method=method, **job.order.options)
+        except Exception as error:
+            return [(job, error)]
+        job.result = self.decoder.begin(request.prompt, method)
+        job.number = self._writing.add(request)
+        self._jobs[job.number] = job
+        return []
+
+    def _prepared(self, name: str | None) -> Method:
+        if name is None:
+            return self.decoder.method
+        if name not in self._methods:
+            self._methods[name] = self.decoder.prepare(name)
+        return self._methods[name]
+
+    def _hand_out(self, found: Sequence[tuple[Job, Step | Exception]]) -> None:
+        """Bring what has come to those who wait for it, in one call of their event loop."""
+        now = monotonic()
+        mail: dict[Mailbox, list[tuple[int, Step | Exception]]] = {}
+        steps: list[tuple[Job, Step]] = []
+        for job, item in found:
+            if job.ended:
+                continue
+            if isinstance(item, Step):
+                item = with_text(item, job.stream)
+                job.result.take(item)
+                steps.append((job, item))
+                if item.finish is not None:
+                    self._end(job, item.finish)
+            else:
+                if not isinstance(item, Fault):
+                    log.warning("a text ended with %s", type(item).__name__)
+                self._end(job, "error")
+            mail.setdefault(job.mailbox, []).append((job.place, item))
+        if steps:
+            self.watch.stepped(sum(len(step.tokens) for _, step in steps), steps, now)
+        by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        for mailbox in mail:
+            by_loop.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, boxes in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_deliver, [(box, mail[box]) for box in boxes])
+
+    def _end(self, job: Job, reason: str) -> None:
+        """A text has ended; if it was cut off, its slots come back now."""
+        if job.ended:
+            return
+        job.ended = True
+        if job.number is not None:
+            del self._jobs[job.number]
+            if reason in ("abort", "error"):
+                with self.decoder.engine.turns:
+                    self._writing.cancel(job.number)
+        now = monotonic()
+        self._pace += 0.1 * (now - job.arrived - self._pace)
+        with self._changed:
+            self._open -= 1
+        self.watch.ended(job, reason, now)
+
+    def _end_all(self, error: Exception, more: Sequence[Job]) -> None:
+        """End every text with an error."""
+        jobs = [*self._jobs.values(), *more]
+        self._hand_out([(job, error) for job in jobs])
+        with self.decoder.engine.turns:
+            self._writing.close()
+
+
+def _deliver(mail: Sequence[tuple[Mailbox, list[tuple[int, Step | Exception]]]]) -> None:
+    for mailbox, items in mail:
+        mailbox.put(items)

@@ -1,0 +1,591 @@
+"""The server: what it answers, whom it refuses, and that nobody is hurt by others' faults."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from outpace import InputError
+from outpace.serve.running import is_loopback, listen, read_keys
+from outpace.serve.settings import Settings
+from outpace.serve.tools import Calls, Found
+
+from .serving import Running, new_decoder, running
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "tell", "description": "x", "parameters": PERSON}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(new_decoder(), max_texts=8, max_queue=8) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        found: Running = request.getfixturevalue("server")
+        found.settle()
+        assert not found.service._worker._jobs  # type: ignore[union-attr]
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The data of a stream's events; the last one says that it is done."""
+    blocks = answer.text.split("\n\n")
+    assert blocks.pop() == ""
+    found = [block.removeprefix("data: ") for block in blocks]
+    assert found.pop() == "[DONE]"
+    return [json.loads(item) for item in found]
+
+
+class TestChat:
+    def test_the_text_is_the_decoders(self, server: Running) -> None:
+        decoder = server.service.decoder
+        expected = decoder.generate([{"role": "user", "content": "hello"}], max_new_tokens=12, method="autoregressive")
+        answer = server.chat().json()
+        assert answer["object"] == "chat.completion"
+        assert answer["model"] == "tiny"
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": expected.text}
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"]["prompt_tokens"] == len("[user: hello]")
+        assert answer["usage"]["completion_tokens"] == 12
+        guesses = answer["metrics"]["speculative_decoding"]
+        assert sum((n + 1) * count for n, count in enumerate(guesses["acceptance_histogram"])) == 12
+        assert answer["timings"]["draft_n"] == guesses["num_draft_tokens"]
+        assert answer["timings"]["predicted_n"] == 12
+
+    @pytest.mark.parametrize("fields", [{"method": "lookahead"}, {"speculative": False}, {"method": "jacobi"}])
+    def test_any_method_writes_the_same(self, server: Running, fields: dict[str, Any]) -> None:
+        assert server.text(**fields) == server.text()
+        assert server.chat(**fields).json()["outpace"]["method"] == fields.get("method", "autoregressive")
+
+    def test_a_stream_is_the_same_text(self, server: Running) -> None:
+        answer = server.chat(stream=True, stream_options={"include_usage": True})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *chunks, last = events(answer)
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == server.text()
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 12
+        assert "usage" not in events(server.chat(stream=True))[-1]
+
+    def test_several_texts_with_seeds_apart(self, server: Running) -> None:
+        fields = {"n": 3, "temperature": 0.9, "seed": 5}
+        texts = [choice["message"]["content"] for choice in server.chat(**fields).json()["choices"]]
+        assert len(set(texts)) == 3
+        assert texts == [server.text(temperature=0.9, seed=5 + number) for number in range(3)]
+        streamed = ["", "", ""]
+        for chunk in events(server.chat(**fields, stream=True)):
+            choice = chunk["choices"][0]
+            streamed[choice["index"]] += choice["delta"].get("content", "")
+        assert streamed == texts
+
+    def test_stop_strings_end_the_text_and_are_not_in_it(self, server: Running) -> None:
+        whole = server.text()
+        stop = whole[4:6]
+        for fields in ({"stop": stop}, {"stop": ["never there", stop]}):
+            choice = server.chat(**fields).json()["choices"][0]
+            assert choice["message"]["content"] == whole[: whole.index(stop)]
+            assert choice["finish_reason"] == "stop"
+
+    def test_logprobs(self, server: Running) -> None:
+        answer = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]
+        entries = answer["logprobs"]["content"]
+        assert len(entries) == 12
+        for entry in entries:
+            assert entry["logprob"] == pytest.approx(entry["top_logprobs"][0]["logprob"])  # it is greedy
+            assert len(entry["top_logprobs"]) == 2
+        streamed = [
+            entry
+            for chunk in events(server.chat(logprobs=True, top_logprobs=2, stream=True))
+            if "logprobs" in chunk["choices"][0]
+            for entry in chunk["choices"][0]["logprobs"]["content"]
+        ]
+        assert [entry["token"] for entry in streamed] == [entry["token"] for entry in entries]
+
+    def test_json_by_schema(self, server: Running) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+        answer = server.chat(response_format=form, max_tokens=90).json()
+        assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"name", "age"}
+        text = server.text(response_format={"type": "json_object"}, max_tokens=40, temperature=1, seed=3)
+        assert text.startswith("{")
+
+    @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell"}}])
+    def test_a_tool_is_called(self, server: Running, choice: Any) -> None:
+        fields = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 150}
+        answer = server.chat(**fields).json()["choices"][0]
+        assert answer["finish_reason"] == "tool_calls"
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"]["name"] == "tell"
+        assert set(json.loads(call["function"]["arguments"])) == {"name", "age"}
+        deltas = [
+            call
+            for chunk in events(server.chat(**fields, stream=True))
+            for call in chunk["choices"][0]["delta"].get("tool_calls", ())
+        ]
+        assert deltas[0]["function"]["name"] == "tell"
+        assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"]
+
+    def test_a_prediction_is_counted(self, server: Running) -> None:
+        text = server.text("hi", logit_bias={"256": -100}, max_tokens=40)
+        fields = {"prediction": {"type": "content", "content": text}, "speculative": False, "max_tokens": 40}
+        usage = server.chat("hi", **fields, logit_bias={"256": -100}).json()["usage"]["completion_tokens_details"]
+        assert usage["accepted_prediction_tokens"] > 0 or "\ufffd" in text
+
+    def test_a_trace_shows_who_guessed(self, server: Running) -> None:
+        steps = server.chat(trace=True).json()["choices"][0]["trace"]
+        assert sum(len(step["tokens"]) for step in steps) == 12
+        for step in steps:
+            assert len(step["draft"]["texts"]) == len(step["draft"]["parents"]) == len(step["draft"]["sources"])
+        streamed = [
+            step
+            for chunk in events(server.chat(trace=True, stream=True))
+            for step in chunk["choices"][0].get("trace", ())
+        ]
+        assert [token for step in streamed for token in step["tokens"]] == [
+            token for step in steps for token in step["tokens"]
+        ]
+
+    def test_earlier_turns_and_parts(self, server: Running) -> None:
+        messages = [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+        ]
+        answer = server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+        assert answer.status_code == 200
+        shown = server.http.post("/tokenize", json={"messages": messages}).json()
+        text = server.http.post("/detokenize", json={"tokens": shown["tokens"]}).json()["prompt"]
+        assert text.startswith("[system: be brief][user: ab][assistant: <tool_call>")
+        assert shown["count"] == answer.json()["usage"]["prompt_tokens"]
+
+
+class TestOthers:
+    def test_completions(self, server: Running) -> None:
+        ask = {"prompt": "abc", "temperature": 0, "max_tokens": 8}
+        answer = server.http.post("/v1/completions", json=ask).json()
+        expected = server.service.decoder.generate("abc", raw=True, max_new_tokens=8, method="autoregressive")
+        assert answer["choices"][0]["text"] == expected.text
+        chunks = events(server.http.post("/v1/completions", json={**ask, "stream": True}))
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected.text
+        many = {**ask, "prompt": ["abc", "x"], "n": 2, "logprobs": 1}
+        choices = server.http.post("/v1/completions", json=many).json()["choices"]
+        assert [choice["text"] for choice in choices][:2] == [expected.text] * 2
+        assert len(choices[3]["logprobs"]["tokens"]) == 8
+        tokens = server.http.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
+        by_ids = server.http.post("/v1/completions", json={**ask, "prompt": tokens}).json()
+        assert by_ids["choices"] == answer["choices"]
+
+    def test_responses(self, server: Running) -> None:
+        ask = {"input": "hello", "temperature": 0, "max_output_tokens": 12}
+        answer = server.http.post("/v1/responses", json=ask).json()
+        assert answer["status"] == "incomplete"
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert answer["output"][0]["content"][0]["text"] == server.text()
+        blocks = server.http.post("/v1/responses", json={**ask, "stream": True}).text.strip().split("\n\n")
+        found = [json.loads(block.partition("data: ")[2]) for block in blocks]
+        assert [item["sequence_number"] for item in found] == [*range(len(found))]
+        assert found[0]["type"] == "response.created"
+        assert found[-1]["type"] == "response.incomplete"
+        deltas = [item["delta"] for item in found if item["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == server.text()
+
+    def test_models(self, server: Running) -> None:
+        (card,) = server.http.get("/v1/models").json()["data"]
+        assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", "tiny", 2048)
+        assert server.http.get("/v1/models/tiny").json()["id"] == "tiny"
+        assert server.http.get("/v1/models/a/b").status_code == 404
+
+    def test_metrics_have_vllms_names(self, server: Running) -> None:
+        server.chat()
+        text = server.http.get("/metrics").text
+        labels = '{engine="0",model_name="tiny"}'
+        for name in ("num_requests_running", "kv_cache_usage_perc", "prompt_tokens_total", "generation_tokens_total"):
+            assert f"vllm:{name}{labels}" in text
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_decode_time_seconds"):
+            assert f"vllm:{name}_bucket" in text
+        assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}' in text
+        assert f"vllm:num_requests_running{labels} 0.0" in text
+
+    def test_the_page_is_on_its_own(self, server: Running) -> None:
+        answer = server.http.get("/")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "<title>" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "words"),
+    [
+        ({"messages": []}, 400, "messages", "at least 1"),
+        ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
+        ({"temperature": "hot"}, 400, "temperature", "valid number"),
+        ({"top_p": 0}, 400, "top_p", "greater than 0"),
+        ({"top_k": -2}, 400, "top_k", "greater than"),
+        ({"min_p": 1}, 400, "min_p", "less than 1"),
+        ({"n": 0}, 400, "n", "greater than"),
+        ({"n": 17, "temperature": 1}, 400, "n", "16 texts"),
+        ({"max_tokens": 0}, 400, "max_tokens", "greater than"),
+        ({"stop": ["a"] * 17}, 400, "stop", "at most 16"),
+        ({"stop": ""}, 400, "stop", "at least 1"),
+        ({"logit_bias": {"999": 1}}, 400, "logit_bias", "below 257"),
+        ({"logit_bias": {"a": 1}}, 400, "logit_bias", "token id"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "20"),
+        ({"model": "other"}, 404, "model", "'tiny' is"),
+        ({"method": "magic"}, 400, "method", "unknown method"),
+        ({"method": "adadecode-unverified"}, 400, "method", "changes the text"),
+        ({"functions": [{}]}, 400, "functions", "not supported"),
+        ({"audio": {}}, 400, "audio", "not supported"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages", "Shorten"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text alone"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "half a character"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "needs tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            400,
+            "tool_choice",
+            "no tool",
+        ),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format", "missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            400,
+            "response_format",
+            "objekt",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(
+    server: Running, fields: dict[str, Any], status: int, param: str | None, words: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, **fields}
+    for stream in (False, True):
+        text = json.dumps({**body, "stream": stream})
+        answer = server.http.post("/v1/chat/completions", content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == param
+        assert words in error["message"]
+
+
+def test_the_context_is_named_as_clients_know_it(server: Running) -> None:
+    error = server.chat("x" * 3000).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+class TestGuard:
+    def test_hosts_origins_and_kinds_of_body(self, server: Running) -> None:
+        ask = server.http.get
+        assert ask("/v1/models", headers={"host": "evil.example"}).json()["error"]["code"] == "invalid_host"
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+            assert ask("/health", headers={"origin": origin}).status_code == 403
+        assert ask("/health", headers={"origin": server.url}).status_code == 200
+        assert "access-control-allow-origin" not in ask("/health", headers={"origin": server.url}).headers
+        answer = server.http.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
+        assert answer.status_code == 415
+
+    def test_large_bodies_and_headers(self, server: Running) -> None:
+        kind = {"content-type": "application/json"}
+        assert server.http.post("/v1/completions", content=b"x" * 10_000_000, headers=kind).status_code == 413
+        chunked = (b"x" * 100_000 for _ in range(100))
+        assert server.http.post("/v1/completions", content=chunked, headers=kind).status_code == 413
+        assert server.http.get("/v1/models", headers={"x": "y" * 30_000}).status_code in (400, 431)
+        assert server.http.post("/v1/completions", content="{", headers=kind).json()["error"]["message"]
+
+    def test_keys(self) -> None:
+        with running(new_decoder(), api_keys=("one", "two")) as found:
+            assert found.http.get("/health").status_code == 200
+            assert found.http.get("/").status_code == 200
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
+                answer = found.http.get(path)
+                assert answer.status_code == 401, path
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+            for key in ("three", "x", "on", "é"):
+                given = [(b"authorization", f"Bearer {key}".encode())]
+                assert found.http.get("/v1/models", headers=given).status_code == 401
+            assert found.http.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
+
+    def test_addresses_that_others_reach_need_a_key(self, tmp_path: Any) -> None:
+        with pytest.raises(InputError, match="--api-key-file"):
+            listen("0.0.0.0", 0, has_key=False)
+        assert is_loopback("127.0.0.1")
+        assert is_loopback("::1")
+        assert not is_loopback("example.org")
+        with listen("127.0.0.1", 0, False) as taken, pytest.raises(InputError, match="Try another --port"):
+            listen("127.0.0.1", taken.getsockname()[1], False)
+        file = tmp_path / "keys"
+        file.write_text("\n")
+        with pytest.raises(InputError, match="has no keys"):
+            read_keys(file)
+        file.write_text("a\n b \n")
+        assert read_keys(file) == ("a", "b")
+        with pytest.raises(InputError, match="--api-key-file"):
+            read_keys(tmp_path / "none")
+        with pytest.raises(InputError, match="without spaces"):
+            Settings(api_keys=("a b",))
+        with pytest.raises(InputError, match="max_queue=0"):
+            Settings(max_queue=0)
+
+    def test_no_prompt_is_logged(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.DEBUG, logger="outpace.serve")
+        server.chat("a secret")
+        server.chat("a secret", temperature=5)
+        assert "/v1/chat/completions 200" in caplog.text
+        assert "secret" not in caplog.text
+
+
+def slow(running: Running, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step take so long."""
+    model = running.service.decoder.model
+    forward = model.forward
+
+    def waiting(*given: Any, **more: Any) -> Any:
+        time.sleep(seconds)
+        return forward(*given, **more)
+
+    monkeypatch.setattr(model, "forward", waiting)
+
+
+class TestFaults:
+    """Each leaves the others' texts as they are, and no slot taken."""
+
+    @pytest.fixture
+    def others(self, server: Running) -> Iterator[None]:
+        """Two texts that are written meanwhile."""
+        expected = server.text("other", max_tokens=150)
+        with ThreadPoolExecutor(2) as threads:
+            texts = [threads.submit(server.text, "other", max_tokens=150) for _ in range(2)]
+            yield
+            assert [text.result() for text in texts] == [expected] * 2
+        server.settle()
+        assert server.held == 0
+
+    def open_stream(self, server: Running, **fields: Any) -> socket.socket:
+        """A stream's connection; its first bytes are read."""
+        body = json.dumps(
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000, "stream": True, **fields}
+        )
+        host, port = server.url.removeprefix("http://").split(":")
+        found = socket.create_connection((host, int(port)))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        found.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert b"200" in found.recv(4096)
+        return found
+
+    def test_a_client_is_killed_in_mid_stream(self, server: Running, others: None) -> None:
+        steps = server.service._worker._writing  # type: ignore[union-attr]
+        connection = self.open_stream(server)
+        assert steps
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        connection.close()
+
+    def test_a_client_goes_before_its_first_token(self, server: Running, others: None) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post(
+                "/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 500, "temperature": 0},
+                timeout=0.05,
+            )
+
+    def test_a_slow_reader(self, server: Running, others: None) -> None:
+        connection = self.open_stream(server, trace=True, logprobs=True, top_logprobs=20)
+        time.sleep(0.5)  # it reads nothing; the others go on
+        connection.close()
+
+    def test_an_error_in_one_text(self, server: Running, others: None) -> None:
+        decoder = server.service.decoder
+        request = decoder.request
+
+        def broken(tokens: Any, **options: Any) -> Any:
+            found, text = request(tokens, **options)
+            if options["salt"] == "Bearer broken":
+
+                def fail(token: int) -> None:
+                    raise RuntimeError("broken")
+
+                found = found._replace(stop=fail)
+            return found, text
+
+        decoder.request = broken  # type: ignore[method-assign]
+        try:
+            headers = {"authorization": "Bearer broken"}
+            body = {"messages": [{"role": "user", "content": "x"}]}
+            answer = server.http.post("/v1/chat/completions", json=body, headers=headers)
+        finally:
+            del decoder.request  # type: ignore[method-assign]
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert "broken" not in answer.text
+
+    def test_nan_in_one_text(self, server: Running, others: None) -> None:
+        model = server.service.decoder.model
+        table = model.ends().embed.weight
+        token = server.http.post("/tokenize", json={"prompt": "\x07"}).json()["tokens"][0]
+        with torch.no_grad():
+            before = table[token].clone()
+            table[token] = float("nan")
+        try:
+            answer = server.chat("\x07")
+        finally:
+            with torch.no_grad():
+                table[token] = before
+        assert answer.status_code == 400
+        assert "NaN" in answer.json()["error"]["message"]
+
+    def test_more_than_there_is_room_for(self, server: Running, others: None) -> None:
+        def ask(number: int) -> httpx.Response:
+            return server.chat(f"{number}", max_tokens=20)
+
+        with ThreadPoolExecutor(40) as threads:
+            answers = [*threads.map(ask, range(40))]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert all(1 <= int(answer.headers["retry-after"]) <= 30 for answer in refused)
+        assert {answer.status_code for answer in answers} == {200, 429}
+        for number, answer in enumerate(answers):
+            if answer.status_code == 200:
+                assert answer.json()["choices"][0]["message"]["content"] == server.text(f"{number}", max_tokens=20)
+
+
+def test_a_thousand_queued_and_cancelled() -> None:
+    with running(new_decoder(), max_texts=4, max_queue=1000) as found:
+        expected = found.text()
+        host, port = found.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "x", "max_tokens": 500})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        sockets = []
+        for _ in range(1000):
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            sockets.append(connection)
+        while found.service.open < 900:
+            time.sleep(0.01)
+        for connection in sockets:
+            connection.close()
+        found.settle()
+        assert found.held == 0
+        assert found.text() == expected
+
+
+def test_a_deadline_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(new_decoder(), deadline=0.5) as found:
+        slow(found, 0.05, monkeypatch)
+        answer = found.chat(max_tokens=500)
+        assert answer.status_code == 408
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        last = [block for block in found.chat(max_tokens=500, stream=True).text.split("\n\n") if block][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+        found.settle()
+        assert found.held == 0
+
+
+def test_sigterm_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(new_decoder()) as found, ThreadPoolExecutor(1) as threads:
+        expected = found.text(max_tokens=30)
+        slow(found, 0.02, monkeypatch)
+        text = threads.submit(found.text, max_tokens=30)
+        while found.service.open == 0:
+            time.sleep(0.005)
+        found.server.handle_exit(15, None)
+        answer = found.http.get("/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+        refused = found.chat()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert text.result() == expected
+
+
+def test_what_is_not_done_when_the_drain_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(new_decoder(), drain=0.3) as found, ThreadPoolExecutor(1) as threads:
+        slow(found, 0.05, monkeypatch)
+        answer = threads.submit(found.chat, max_tokens=500)
+        while found.service.open == 0:
+            time.sleep(0.005)
+        found.server.handle_exit(15, None)
+        assert answer.result().status_code == 503
+
+
+def test_health_is_503_until_the_model_is_there() -> None:
+    def load() -> Any:
+        time.sleep(0.6)
+        return new_decoder()
+
+    with running(load, wait=False) as found:
+        answer = found.http.get("/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+        refused = found.chat()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        while found.http.get("/health").status_code == 503:
+            time.sleep(0.05)
+        assert found.text()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+    def load() -> Any:
+        raise InputError("no such model")
+
+    with running(load, wait=False) as found:
+        while found.service.state == "loading":
+            time.sleep(0.01)
+        assert isinstance(found.service.error, InputError)
+
+
+ANSWERS = [
+    'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": 2}]}}\n</tool_call> and <tool_call>'
+    '{"arguments": {"x": 1}, "name": "g"}</tool_call>',
+    "<tool_call>nothing</tool_call> <tool",
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": 1',
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_calls_are_found_however_the_text_is_cut(answer: str, size: int) -> None:
+    def read(size: int) -> tuple[str, list[tuple[str, str]]]:
+        calls, text, found = Calls(), "", list[list[str]]()
+        pieces: list[Found] = []
+        for start in range(0, len(answer), size):
+            pieces += calls.push(answer[start : start + size])
+        for piece in [*pieces, *calls.finish()]:
+            if piece.call is None:
+                text += piece.text
+            elif piece.name is not None:
+                assert piece.call == len(found)
+                found.append([piece.name, piece.arguments])
+            else:
+                found[piece.call][1] += piece.arguments
+        return text, [(name, arguments) for name, arguments in found]
+
+    assert read(size) == read(len(answer))
+    text, found = read(size)
+    if answer is ANSWERS[0]:
+        assert text == "Hi  and "
+        assert found == [("f", '{"a": "}\\"", "b": [1, {"c": 2}]}'), ("g", '{"x": 1}')]
+    if answer is ANSWERS[1]:
+        assert (text, found) == (answer, [])
+    if answer is ANSWERS[2]:
+        assert found == [("f", '{"a": 1}')]
+    if answer is ANSWERS[3]:
+        assert found == [("f", '{"a": 1')]
