@@ -15,7 +15,7 @@ from ..errors import OutpaceError
 from .loading import models
 from .measuring import bench, calibrate, reproduce
 from .racing import race, report
-from .serving import serve
+from .serving import chat, serve
 from .training import export, train
 from .writing import generate, verify
 
@@ -46,6 +46,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     generate,
+    chat,
     serve,
     verify,
     race,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..grammar import Grammar
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = "float32|bfloat16|float16|fastest"
@@ -42,6 +46,25 @@ def read_prompt(prompt: str) -> str:
     except UnicodeError as error:
         raise InputError("the prompt is not UTF-8 text.") from error
     return prompt
+
+
+def read_text(option: str, path: Path) -> str:
+    """The text of a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{option} {path}: {error}") from error
+
+
+def read_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """What the answer must match."""
+    from ..grammar import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise InputError("--json-schema and --regex do not go together.")
+    if json_schema is not None:
+        return Grammar.json_schema(read_text("--json-schema", json_schema))
+    return None if regex is None else Grammar.regex(regex)
 
 
 def listed(names: str) -> list[str]:

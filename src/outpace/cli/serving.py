@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import InputError, OutpaceError
 from . import options
+from .loading import load_decoder
 from .settings import choose_method
 
 if TYPE_CHECKING:
@@ -75,3 +78,79 @@ def serve(
 
     with place:
         run(load, how, place, drain, ready)
+
+
+def chat(
+    model: options.Model = options.DEFAULT_MODEL,
+    system: Annotated[str, typer.Option(help="The system prompt.")] = "",
+    method: Annotated[str, typer.Option(help="How to draft.")] = "auto",
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
+    ] = [],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 1024,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    runtime: options.Runtime = "auto",
+    exact: options.Exact = False,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, a second one or Ctrl-D ends the chat; /new begins another."""
+    from ..picking import Sampling
+
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    chosen, given = choose_method(method, settings, device)
+    decoder = load_decoder(model, dtype, device, runtime, exact)
+    decoder.method = decoder.prepare(chosen, **given)
+    begin = [{"role": "system", "content": system}] if system else []
+    messages = [*begin]
+    for said in _lines():
+        if said.strip() == "/new":
+            messages = [*begin]
+            continue
+        if not said.strip():
+            continue
+        messages.append({"role": "user", "content": said})
+        try:
+            text = _answer(decoder, messages, {"sampling": sampling, "max_new_tokens": max_new_tokens})
+        except OutpaceError as error:
+            typer.echo(f"outpace: {error}", err=True)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": text})
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, line by line. The prompt goes to standard error, so that answers alone can be kept."""
+    stdin = typer.get_text_stream("stdin")
+    while True:
+        typer.echo("> ", nl=False, err=True)
+        try:
+            line = stdin.readline()
+        except KeyboardInterrupt:
+            typer.echo(err=True)
+            return
+        except UnicodeError as error:
+            raise InputError("what was typed is not UTF-8 text.") from error
+        if not line:
+            typer.echo(err=True)
+            return
+        yield line.rstrip("\n")
+
+
+def _answer(decoder: Decoder, messages: list[dict[str, str]], asked: dict[str, Any]) -> str:
+    """Write an answer, as it comes, and say how quickly it came. Ctrl-C stops it; what is there stays."""
+    from ..board import numbers
+
+    result = decoder.begin(decoder.encode(messages))
+    steps = decoder.stream(messages, **asked)
+    note = ""
+    try:
+        for step in result.follow(steps):
+            typer.echo(step.text, nl=False)
+    except KeyboardInterrupt:
+        note = "stopped, "
+    typer.echo()
+    typer.echo(f"({note}{result.method}: {numbers(result)})", err=True)
+    return result.text

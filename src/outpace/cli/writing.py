@@ -15,7 +15,7 @@ from .loading import load_decoder
 from .settings import choose_method
 
 if TYPE_CHECKING:
-    from ..decoder import Decoder
+    from ..decoder import Decoder, Result
     from ..draft import Step
 
 
@@ -63,6 +63,19 @@ def generate(
         float, typer.Option(help="With --parallel: a rank that is silent for so many seconds is an error.")
     ] = 120.0,
     raw: options.Raw = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: how likely each token is, and so many of the likeliest.", show_default=False),
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The answer must be JSON that fits the schema in this file.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="The answer must match this regular expression as a whole.", show_default=False)
+    ] = None,
+    prediction: Annotated[
+        Path | None, typer.Option(help="A text that the answer is expected to be, wholly or in parts: only a guess.")
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
     ] = None,
@@ -90,6 +103,11 @@ def generate(
     )
     name, given = choose_method(method, settings, device)
     check_picture(picture, name, given.get("control"))
+    grammar = options.read_grammar(json_schema, regex)
+    if trace and grammar is not None:
+        raise InputError("--trace: a grammar cannot be written to a trace. Leave out --json-schema and --regex.")
+    if logprobs is not None and not (as_json or prompts):
+        raise InputError("--logprobs are shown by --json, or with --prompts.")
     if prompts is not None and (prompt is not None or trace or picture or parallel):
         raise InputError("--prompts has all prompts: PROMPT, --trace, --picture and --parallel do not go with it.")
     if prompt is None and prompts is None:
@@ -107,15 +125,18 @@ def generate(
     decoder.method = decoder.prepare(name, **given)
     how = None if sampling == Sampling() else sampling  # None: a model that asks to be sampled is answered by a warning
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": how, "stop": stop}
+    also = {"logprobs": logprobs, "grammar": grammar}
+    if prediction is not None:
+        also["prediction"] = options.read_text("--prediction", prediction)
     if prompts is not None:
-        _write_together(decoder, texts, {**asked, "raw": raw})
+        _write_together(decoder, texts, {**asked, **also, "raw": raw})
         return
     tokens = decoder.encode(texts[0], raw)
     if silent:
-        for _ in decoder.stream(tokens, **asked):
+        for _ in decoder.stream(tokens, **asked, **also):
             pass
         return
-    steps = _write(decoder, tokens, asked, as_json)
+    steps = _write(decoder, tokens, {**asked, **also}, as_json)
     if trace is not None:
         asked["sampling"] = sampling
         record(decoder, decoder.method, tokens, steps, model=model, **asked).save(trace)
@@ -169,11 +190,18 @@ def _write(decoder: Decoder, tokens: list[int], asked: dict[str, Any], as_json: 
         if not as_json:
             typer.echo(step.text, nl=False)
     if as_json:
-        typer.echo(json.dumps(result.to_json()))
+        typer.echo(json.dumps({**result.to_json(), **_likely(result)}))
     else:
         typer.echo()
         typer.echo(f"{result.method}: {numbers(result)}", err=True)
     return steps
+
+
+def _likely(result: Result) -> dict[str, Any]:
+    """The likelihoods of a result's tokens, where they were asked for."""
+    if not result.logprobs:
+        return {}
+    return {"logprobs": [{"logprob": entry.chance, "top": dict(entry.best)} for entry in result.logprobs]}
 
 
 def _write_together(decoder: Decoder, prompts: list[str], asked: dict[str, Any]) -> None:
@@ -196,7 +224,11 @@ def _write_together(decoder: Decoder, prompts: list[str], asked: dict[str, Any])
                 result.take(item)
             if result.finish_reason is not None:
                 done += 1
-                typer.echo(json.dumps({"number": number, "prompt": prompts[number], **result.to_json(), **error}))
+                typer.echo(
+                    json.dumps(
+                        {"number": number, "prompt": prompts[number], **result.to_json(), **_likely(result), **error}
+                    )
+                )
                 show(done / len(prompts))
     if failed:
         raise OutpaceError(f"{failed} of {len(prompts)} texts failed; their lines have an error.")
