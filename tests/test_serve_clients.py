@@ -1,0 +1,249 @@
+"""The clients that people use, as they are, against a real server: openai, llm, LangChain; and Schemathesis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from .serving import Running, new_decoder, running
+
+openai = pytest.importorskip("openai")
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "tell", "description": "x", "parameters": PERSON}}
+KEY = "sk-test"
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: str = Field(max_length=5)
+    age: int = Field(le=99, ge=0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(new_decoder(), max_texts=8, max_queue=64, api_keys=(KEY,)) as found:
+        found.http.headers["authorization"] = f"Bearer {KEY}"
+        yield found
+
+
+def hello(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, **fields}
+
+
+class TestOpenAI:
+    @pytest.fixture
+    def client(self, server: Running) -> Iterator[Any]:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY) as found:
+            yield found
+
+    def test_chat_and_usage(self, client: Any, server: Running) -> None:
+        answer = client.chat.completions.create(**hello(max_completion_tokens=12))
+        assert answer.choices[0].message.content == server.text()
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (13, 12)
+        assert answer.usage.prompt_tokens_details.cached_tokens is not None
+
+    def test_a_stream_with_usage(self, client: Any, server: Running) -> None:
+        stream = client.chat.completions.create(
+            **hello(max_tokens=12, stream=True, stream_options={"include_usage": True})
+        )
+        *chunks, last = list(stream)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == server.text()
+        assert last.choices == []
+        assert last.usage.total_tokens == 25
+
+    def test_our_own_fields(self, client: Any, server: Running) -> None:
+        answer = client.chat.completions.create(**hello(max_tokens=12), extra_body={"speculative": False})
+        assert answer.choices[0].message.content == server.text()
+        assert answer.model_extra["outpace"]["method"] == "autoregressive"
+
+    def test_tools_streamed_and_not(self, client: Any) -> None:
+        fields = hello(tools=[TOOL], tool_choice="required", max_tokens=150)
+        (call,) = client.chat.completions.create(**fields).choices[0].message.tool_calls
+        assert call.function.name == "tell"
+        with client.chat.completions.stream(**fields) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_completion()
+        (again,) = final.choices[0].message.tool_calls
+        assert (again.function.name, again.function.arguments) == ("tell", call.function.arguments)
+
+    def test_a_parsed_answer(self, client: Any) -> None:
+        answer = client.chat.completions.parse(**hello(max_tokens=90), response_format=Person)
+        assert isinstance(answer.choices[0].message.parsed, Person)
+
+    def test_completions_with_logprobs(self, client: Any) -> None:
+        answer = client.completions.create(model="tiny", prompt="abc", max_tokens=5, logprobs=2, temperature=0)
+        assert len(answer.choices[0].logprobs.tokens) == 5
+
+    def test_responses(self, client: Any, server: Running) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 12, "temperature": 0}
+        assert client.responses.create(**asked).output_text == server.text()
+        with client.responses.stream(**asked) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == server.text()
+        tool = {"type": "function", "name": "tell", "parameters": PERSON, "strict": True}
+        called = client.responses.create(
+            model="tiny", input="hello", tools=[tool], tool_choice="required", max_output_tokens=150
+        )
+        assert called.output[0].name == "tell"
+        parsed = client.responses.parse(model="tiny", input="hello", text_format=Person, max_output_tokens=90)
+        assert isinstance(parsed.output_parsed, Person)
+
+    def test_models(self, client: Any) -> None:
+        assert [card.id for card in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").id == "tiny"
+
+    def test_errors_are_of_the_right_kind(self, client: Any, server: Running) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**hello(), top_p=7)
+        assert caught.value.param == "top_p"
+        with pytest.raises(openai.NotFoundError) as lost:
+            client.chat.completions.create(**{**hello(), "model": "gpt-9"})
+        assert lost.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as long:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 3000}])
+        assert long.value.code == "context_length_exceeded"
+        wrong = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong")
+        with wrong, pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+
+    def test_a_full_queue_is_tried_again(self, client: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        worker = server.service._worker
+        assert worker is not None
+        submit, refusals = worker.submit, []
+
+        def once(*given: Any) -> Any:
+            if not refusals:
+                refusals.append(1)
+                monkeypatch.setattr(worker, "queue", -worker.most)  # nobody may come
+                try:
+                    return submit(*given)
+                finally:
+                    monkeypatch.undo()
+            return submit(*given)
+
+        worker.submit = once  # type: ignore[method-assign]
+        try:
+            answer = client.chat.completions.create(**hello(max_tokens=12))
+        finally:
+            del worker.submit  # type: ignore[method-assign]
+        assert refusals
+        assert answer.choices[0].message.content == server.text()
+
+    def test_leaving_a_stream_ends_the_text(self, client: Any, server: Running) -> None:
+        stream = client.chat.completions.create(**hello(max_tokens=1500, stream=True))
+        next(iter(stream))
+        stream.close()
+        server.settle()
+        assert server.held == 0
+
+
+def test_llm(server: Running, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    pytest.importorskip("llm")
+    from llm.default_plugins.openai_models import Chat
+
+    model = Chat("mine", model_name="tiny", api_base=f"{server.url}/v1")
+    model.key = KEY
+    options = {"temperature": 0, "max_tokens": 12}
+    whole = model.prompt("hello", stream=False, key=KEY, **options)
+    assert whole.text() == server.text()
+    pieces = model.prompt("hello", stream=True, key=KEY, **options)
+    assert "".join(pieces) == server.text()
+    assert pieces.usage().output == 12
+    chat = model.conversation()
+    chat.prompt("hello", stream=False, key=KEY, **options).text()
+    assert chat.prompt("and?", stream=False, key=KEY, **options).text()
+
+
+@pytest.mark.filterwarnings("default")
+def test_langchain(server: Running) -> None:
+    pytest.importorskip("langchain_openai")
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI
+
+    options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": KEY, "model": "tiny", "temperature": 0}
+    model = ChatOpenAI(**options, max_tokens=12, stream_usage=True)
+    assert model.invoke("hello").content == server.text()
+    chunks = list(model.stream("hello"))
+    assert "".join(str(chunk.content) for chunk in chunks) == server.text()
+    assert sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks) == 12
+    turns = [SystemMessage("be brief"), HumanMessage("hello"), AIMessage("hi"), HumanMessage("and?")]
+    assert model.invoke(turns).usage_metadata["input_tokens"] > 13
+    longer = ChatOpenAI(**options, max_tokens=150)
+    found = longer.with_structured_output(Person, method="json_schema").invoke("who?")
+    assert isinstance(found, Person)
+    called = longer.bind_tools([TOOL], tool_choice="tell").invoke("who?")
+    assert called.tool_calls[0]["name"] == "tell"
+    assert set(called.tool_calls[0]["args"]) == {"name", "age"}
+
+
+LIMITS = {
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
+
+
+def fuzz(server: Running, cases: int) -> int:
+    """Send so many requests made from the OpenAPI schema, good ones and bad ones; the number that was answered."""
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    headers = {"Authorization": f"Bearer {KEY}"}
+    schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
+    schema.config.update(base_url=server.url)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    count = 0
+    for operation in operations:
+        for mode in schemathesis.GenerationMode:
+            try:
+                strategy = operation.as_strategy(generation_mode=mode)
+
+                @settings(
+                    max_examples=cases // (2 * len(operations)),
+                    database=None,
+                    suppress_health_check=[*HealthCheck],
+                    phases=[Phase.generate],
+                )
+                @given(strategy)
+                def ask(case: Any) -> None:
+                    nonlocal count
+                    if isinstance(case.body, dict):  # short answers, that many may be asked for
+                        for name in LIMITS.get(case.path, ()):
+                            case.body[name] = min(3, case.body[name]) if isinstance(case.body.get(name), int) else 3
+                    answer = case.call(headers=headers)
+                    count += 1
+                    assert answer.status_code < 500, (answer.status_code, answer.text, case.body)
+                    if answer.status_code >= 400 and answer.status_code not in (405,):
+                        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+                ask()
+            except schemathesis.errors.SchemathesisError:
+                continue  # there is nothing bad to send where nothing is asked
+            except Exception as error:
+                if "Unsatisfiable" not in type(error).__name__:
+                    raise
+    server.settle()
+    assert server.held == 0
+    return count
+
+
+@pytest.mark.filterwarnings("default")
+def test_no_request_is_too_strange(server: Running) -> None:
+    assert fuzz(server, 150) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_ten_thousand_strange_requests(server: Running) -> None:
+    assert fuzz(server, 16_000) >= 10_000
