@@ -390,7 +390,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(label: str, monkeypat
     with pytest.raises(
         BatchError, match=r"text 1 of the batch failed: \d+ KV slots are needed, and \d+ of 130"
     ) as error:
-        decoder.generate([list(prompt) for prompt in prompts], method=method, max_new_tokens=6)
+        decoder.generate([list(prompt) for prompt in prompts], method=method, max_new_tokens=[6, 60, 6])
     found = error.value.results
     assert [found[at].token_ids for at in (0, 2)] == [expected("Llama", prompts[at], 0, 6) for at in (0, 2)]
     assert_all_is_given_back(decoder)

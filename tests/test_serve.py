@@ -488,6 +488,33 @@ def test_a_thousand_queued_and_cancelled() -> None:
         assert found.text() == expected
 
 
+def test_a_second_turn_reads_what_is_new() -> None:
+    with running(new_decoder(), api_keys=("one", "two")) as found:
+        found.http.headers["authorization"] = "Bearer one"
+        turns = [{"role": "user", "content": "hello " * 100}]
+        first = found.chat(messages=turns).json()
+        text = first["choices"][0]["message"]["content"]
+        turns += [{"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
+        second = found.chat(messages=turns).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 2
+        assert second["timings"]["cache_n"] == second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert "prefix_cache_hits_total" in found.http.get("/metrics").text
+        found.http.headers["authorization"] = "Bearer two"
+        other = found.chat(messages=turns).json()
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert other["choices"] == second["choices"]
+
+
+def test_texts_are_set_aside_where_slots_run_out() -> None:
+    with running(new_decoder(context=400), slots=400, keep=0) as found:
+        alone = [found.text(str(number), max_tokens=200) for number in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            assert [*threads.map(lambda number: found.text(str(number), max_tokens=200), range(4))] == alone
+        text = found.http.get("/metrics").text
+        assert 'num_preemptions_total{engine="0",model_name="tiny"} 0.0' not in text
+
+
 def test_a_deadline_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(new_decoder(), deadline=0.5) as found:
         slow(found, 0.05, monkeypatch)

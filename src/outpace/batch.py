@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from .draft import Step
+from .errors import NoRoom
 from .loop import PLAINLY, Extras, Stop, Text, write
 from .methods.base import Method
 from .picking import Sampling
@@ -40,7 +41,8 @@ class _Begun:
     """A text at work."""
 
     def __init__(self, number: int, request: Request) -> None:
-        self.number = number
+        self.number, self.request = number, request
+        self.written: list[int] = []
         self.prompt, self.salt = request.prompt, request.extras.salt
         self.read = False  # whether its first step is done
         self.ended = False
@@ -55,6 +57,7 @@ class _Begun:
             item = self.text.throw(reply) if isinstance(reply, Exception) else self.text.send(reply)
             while isinstance(item, Step):
                 self.read = True
+                self.written += item.tokens
                 found.append(item)
                 item = self.text.send(None)
             self.work = item
@@ -67,6 +70,15 @@ class _Begun:
             self.end()
         return found
 
+    def rest(self) -> Request:
+        """What is left to write: the same text goes on behind what is written. What ends it has seen that."""
+        request, count = self.request, len(self.written)
+        return request._replace(
+            prompt=[*request.prompt, *self.written],
+            limit=None if request.limit is None else request.limit - count,
+            extras=request.extras._replace(written=request.extras.written + count),
+        )
+
     def end(self) -> None:
         """Close the text, at the end of the step that runs now, if one does."""
         self._turns.end(self.text)
@@ -76,7 +88,8 @@ class Writing:
     """Requests and the texts that come of them, by numbers from 0. As a context manager it leaves no slot taken.
 
     `step`, `add` and `cancel` are for whoever has the engine's turn. A text's error is an event of its own; the others
-    go on. A forward that fails ends all texts that had rows in it.
+    go on. A forward that fails ends all texts that had rows in it. Where there are no slots for a text, the youngest is
+    set aside, and read again when another has ended.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -84,6 +97,8 @@ class Writing:
         self._count = 0
         self._queue: deque[tuple[int, Request]] = deque()
         self._texts: dict[int, _Begun] = {}  # the first has waited longest
+        self._full = False  # until a text ends, no other begins
+        self.set_aside = 0  # how often one was
 
     def add(self, request: Request) -> int:
         """Have a text written too, from the next step on or when there is room; its number."""
@@ -96,6 +111,7 @@ class Writing:
         self._queue = deque(item for item in self._queue if item[0] != number)
         if number in self._texts:
             self._texts.pop(number).end()
+            self._full = False
 
     @property
     def waiting(self) -> int:
@@ -124,7 +140,8 @@ class Writing:
             replies = [error] * len(pack)
         # At once, before the next forward: outputs are good until then.
         for begun, reply in zip(pack, replies, strict=True):
-            events += self._go_on(begun, reply)
+            if self._texts.get(begun.number) is begun:  # otherwise it was set aside just now
+                events += self._go_on(begun, reply)
         return events
 
     def _go_on(self, begun: _Begun, reply: Any) -> list[Event]:
@@ -132,13 +149,31 @@ class Writing:
         self._texts.pop(begun.number, None)
         if not begun.ended:
             self._texts[begun.number] = begun  # now the last
+        elif self._texts and found and isinstance(found[-1], NoRoom):
+            found.pop()
+            self._make_room(begun)
+        else:
+            self._full = False
         return [(begun.number, item) for item in found]
+
+    def _make_room(self, begun: _Begun) -> None:
+        """There were no slots for a text to go on. It waits, and if a younger one is at work, that too."""
+        aside = [begun]
+        youngest = max(self._texts.values(), key=lambda text: text.number)
+        if begun.written and youngest.number > begun.number:
+            del self._texts[youngest.number]
+            youngest.end()
+            aside.insert(0, youngest)
+        for text in aside:
+            self._queue.appendleft((text.number, text.rest()))
+            self.set_aside += bool(text.written)
+        self._full = len(aside) == 1
 
     def _admit(self) -> list[Event]:
         """Start what waits, as far as there is room. What begins as a text that is still being read waits for it."""
         events: list[Event] = []
         waiting: list[tuple[int, Request]] = []
-        while self._queue and len(self._texts) < self.most:
+        while self._queue and len(self._texts) < self.most and not (self._full and self._texts):
             number, request = self._queue.popleft()
             if any(_worth_waiting(request, other) for other in self._texts.values()):
                 waiting.append((number, request))

@@ -2,7 +2,8 @@
 
 OutpaceError
 ├── InputError            what was asked for cannot be done; the message names the value and the remedy
-│   └── UnknownNameError  a name that is not in a known list; suggests the nearest
+│   ├── UnknownNameError  a name that is not in a known list; suggests the nearest
+│   └── NoRoom            there are not as many KV slots as a text needs
 ├── ModelError            the model, its files or its tokenizer cannot be used
 │   └── UnsupportedModel  the architecture cannot do what a method needs
 ├── FetchError            the embedded model could not be fetched or is broken on disk
@@ -36,6 +37,10 @@ class UnknownNameError(InputError):
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+
+
+class NoRoom(InputError):
+    """The KV cache is full."""
 
 
 class ModelError(OutpaceError):

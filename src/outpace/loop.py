@@ -97,7 +97,9 @@ def write(
     by_host = extras.logprobs is not None or extras.hints
     program = None if by_host else engine.program_for(method, sampling)
 
-    with engine.pool.sequence(prompt, share, extras.salt) as sequence:
+    reader = method.reader if program is None else program.reader
+    with engine.pool.sequence(prompt, share, extras.salt, reader) as sequence:
+        sequence.written = extras.written
         place = None if program is None else program.reserve(sequence, sampling, limit)
         if place is not None:
             yield from _by_program(engine, program, place, sequence, sampling, stop)
@@ -109,7 +111,7 @@ def write(
 def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop, extras: Extras) -> Text:
     """The loop where the host stands between the verbs of a step."""
     finish: str | None = None
-    written, reused = 0, len(sequence.slots)
+    written, reused = 0, 0 if extras.written else len(sequence.slots)
 
     def finished(token: int) -> bool:
         nonlocal finish, written
@@ -145,7 +147,7 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
 
 def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
     """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
-    written, finish, reused = 0, None, len(sequence.slots)
+    written, finish, reused = list[int](), None, 0 if sequence.written else len(sequence.slots)
     seen: list[Any] = []
     try:
         try:
@@ -166,12 +168,12 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
                 finish = stop(token)
                 if finish is not None:
                     break
-            written += count
-            if finish is None and len(sequence.tokens) + written == place.limit:
+            written += stepped.tokens[:count]
+            if finish is None and len(sequence.tokens) + len(written) == place.limit:
                 finish = "length"  # the end of the context: the text rests
             if finish is None and stepped.fault:
                 raise InvalidLogits(
-                    f"at new token {written + 1}: the model's logits contain NaN, or every token is ruled out."
+                    f"at new token {len(written) + 1}: the model's logits contain NaN, or every token is ruled out."
                 )
             verdict = Verdict(stepped.rows[:count], stepped.tokens[:count])
             draft = stepped.draft
@@ -181,7 +183,7 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
             )
             reused = 0
     finally:
-        program.close(place)
+        program.close(place, sequence, written)
 
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:

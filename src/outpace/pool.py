@@ -3,6 +3,7 @@
 A slot holds one token's keys and values in every layer. A sequence owns slots in the order of its text;
 accepting rows keeps their slots, rejecting rows frees them, and nothing is ever copied but when the pool grows.
 Texts that begin alike may have the slots of their beginning in common: a slot is free when its last owner is gone.
+The slots of texts that have ended may be kept for those that begin alike, until they are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from .draft import Draft, Mask, Verdict
-from .errors import InputError, InvalidLogits
+from .errors import InvalidLogits, NoRoom
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -144,6 +145,9 @@ class Sequence:
     stable: int = 0  # so many first slots have not changed since a runtime set this
     asked: int = 0  # so many last slots wait to be computed
     salt: str = ""  # it shares slots with sequences of the same salt alone
+    reader: object = None  # heads that have states of their own in its slots
+    read: int = 0  # in so many first ones
+    written: int = 0  # so many last tokens of what it began with are the answer's
 
     @property
     def position(self) -> int:
@@ -161,10 +165,14 @@ class Pool:
     def __init__(self, device: torch.device | str = "cpu", capacity: int = FIRST_CAPACITY, fixed: bool = False) -> None:
         self.device = torch.device(device)
         self.capacity = capacity
-        self.fixed = fixed
-        self.held = 0  # how many slots are taken
-        self.used = 0  # no slot from here on is taken, so no row need look there
+        self.limit = capacity if fixed else None  # slots that there may be at most
+        self.keeps = 0  # about so many slots of texts that have ended are kept; those of the newest in any case
+        self.held = 0  # how many slots are taken by sequences
+        self.kept = 0  # how many others are kept
+        self.used = 0  # no slot from here on is taken or kept, so no row need look there
         self._owners = [0] * capacity  # how many sequences have each slot
+        self._keepers = [0] * capacity  # how many texts that have ended have it
+        self._ended: list[Sequence] = []  # the one that was used last comes last
         self._free: list[int] = []  # a heap: the lowest go first, so the pool stays dense; may hold taken ones
         self._living: list[Sequence] = []
         self._positions = np.zeros(capacity, dtype=np.int64)
@@ -181,22 +189,24 @@ class Pool:
         return len(self._living)
 
     @contextmanager
-    def sequence(self, tokens: Items[int], share: bool = False, salt: str = "") -> Iterator[Sequence]:
+    def sequence(
+        self, tokens: Items[int], share: bool = False, salt: str = "", reader: object = None
+    ) -> Iterator[Sequence]:
         """A sequence whose slots come back however the block ends.
 
-        With `share` it begins with the slots of a living sequence of the same salt that begins alike, as far as they
-        are computed.
+        With `share` it begins with the slots of a sequence of the same salt that begins alike, as far as they are
+        computed, be it one that lives or one that is kept. A `reader` must have its states in them.
         """
         sequence = Sequence(list(tokens), salt=salt)
         if share:
-            alike = [other for other in self._living if other.salt == salt]
-            beginnings = [other.slots[: common(tokens[:-1], _computed(other))] for other in alike]
-            sequence.slots = max(beginnings, key=len, default=[])
-            for slot in sequence.slots:
-                self._owners[slot] += 1
+            self._share(sequence, reader)
         self._living.append(sequence)
         try:
             yield sequence
+            self._keep(sequence)
+        except GeneratorExit:  # it is not read any more; what is computed of it is good
+            self._keep(sequence)
+            raise
         except InvalidLogits:
             self.wipe([slot for slot in _taken(sequence) if self._owners[slot] == 1])
             raise
@@ -205,20 +215,75 @@ class Pool:
             self.free(_taken(sequence))
             sequence.slots, sequence.drafted, sequence.reserved = [], [], []
 
+    def _share(self, sequence: Sequence, reader: object) -> None:
+        """Begin with the slots of another sequence, the one that has the most of the text."""
+        best, most = None, 0
+        for other in [*self._living, *reversed(self._ended)]:
+            if other.salt == sequence.salt:
+                alike = common(sequence.tokens[:-1], _computed(other))
+                if reader is not None:
+                    alike = min(alike, other.read) if other.reader is reader else 0
+                if alike > most:
+                    best, most = other, alike
+        if best is None:
+            return
+        if best.read >= most:
+            most -= 1  # what a reader made of the last slot depends on the token behind it
+        sequence.slots = best.slots[:most]
+        sequence.reader, sequence.read = best.reader, min(best.read, most)
+        for slot in sequence.slots:
+            self._owners[slot] += 1
+            if self._owners[slot] == 1:
+                self.held, self.kept = self.held + 1, self.kept - 1
+        if best in self._ended:
+            self._ended = [*(other for other in self._ended if other is not best), best]
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Keep what is computed of a sequence that ends, in place of kept ones that it goes on from."""
+        computed = _computed(sequence)
+        if not self.keeps or not computed:
+            return
+        slots = sequence.slots[: len(computed)]
+        kept = Sequence(computed, slots, salt=sequence.salt, reader=sequence.reader, read=sequence.read)
+        for slot in slots:
+            self._keepers[slot] += 1
+        for other in [other for other in self._ended if other.slots == slots[: len(other.slots)]]:
+            self._forget(other)
+        self._ended.append(kept)
+        while len(self._ended) > 1 and sum(len(other.slots) for other in self._ended) > self.keeps:
+            self._forget(self._ended[0])
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Keep a sequence that has ended no longer."""
+        self._ended = [other for other in self._ended if other is not sequence]
+        for slot in sequence.slots:
+            self._keepers[slot] -= 1
+            if not self._keepers[slot] and not self._owners[slot]:
+                heapq.heappush(self._free, slot)
+                self.kept -= 1
+        self._lower()
+
+    def forget_all(self) -> None:
+        """Keep nothing of texts that have ended."""
+        for sequence in [*self._ended]:
+            self._forget(sequence)
+
     def allocate(self, count: int) -> list[int]:
-        """Take `count` slots, the lowest free ones."""
-        if self.held + count > self.capacity:
-            if self.fixed:
-                raise InputError(
-                    f"{count} KV slots are needed, and {self.capacity - self.held} of {self.capacity} are free. "
+        """Take `count` slots, the lowest free ones. Those of ended texts are taken where no others are left."""
+        while self.limit is not None and self._ended and self.held + self.kept + count > self.limit:
+            self._forget(self._ended[0])
+        if self.held + self.kept + count > self.capacity:
+            if self.limit is not None and self.held + self.kept + count > self.limit:
+                raise NoRoom(
+                    f"{count} KV slots are needed, and {self.limit - self.held} of {self.limit} are free. "
                     "Shorten the prompt, ask for fewer new tokens or fewer texts at once, or give the KV cache a "
                     "larger share of the memory: Decoder(..., memory=0.9)."
                 )
-            self._grow(self.held + count)
+            self._grow(self.held + self.kept + count)
         slots: list[int] = []
         while self._free and len(slots) < count:
             slot = heapq.heappop(self._free)
-            if slot < self.used and not self._owners[slot]:
+            if slot < self.used and not self._owners[slot] and not self._keepers[slot]:
                 self._owners[slot] = 1
                 slots.append(slot)
         fresh = range(self.used, self.used + count - len(slots))
@@ -232,9 +297,15 @@ class Pool:
         for slot in slots:
             self._owners[slot] -= 1
             if not self._owners[slot]:
-                heapq.heappush(self._free, slot)
                 self.held -= 1
-        while self.used and not self._owners[self.used - 1]:
+                if self._keepers[slot]:
+                    self.kept += 1
+                else:
+                    heapq.heappush(self._free, slot)
+        self._lower()
+
+    def _lower(self) -> None:
+        while self.used and not self._owners[self.used - 1] and not self._keepers[self.used - 1]:
             self.used -= 1
 
     @torch.inference_mode()
@@ -330,6 +401,7 @@ class Pool:
         capacity = self.capacity
         while capacity < needed:
             capacity *= 2
+        capacity = capacity if self.limit is None else min(capacity, max(self.limit, self.capacity))
         larger: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, stored in self._layers.items():
             new = (_storage(stored[0], capacity), _storage(stored[1], capacity))
@@ -340,6 +412,7 @@ class Pool:
         self._layers = larger
         self._positions = np.pad(self._positions, (0, capacity - self.capacity))
         self._owners += [0] * (capacity - self.capacity)
+        self._keepers += [0] * (capacity - self.capacity)
         self.capacity = capacity
 
     def _rows(self, text: list[int], tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask) -> Rows:

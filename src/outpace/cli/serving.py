@@ -33,6 +33,11 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; further ones are refused.", min=1)] = 256,
     max_new_tokens: Annotated[int, typer.Option(help="Where a request does not say.", min=1)] = 4096,
     memory: Annotated[float, typer.Option(help="The share of a GPU's free memory for the KV cache.")] = 0.9,
+    slots: Annotated[int, typer.Option(help="Tokens of the KV cache on a CPU.", min=1)] = 2**14,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Tokens of ended texts that are kept for later turns. Default: all on a GPU, else 4096."),
+    ] = None,
     deadline: Annotated[float, typer.Option(help="Seconds for a request.")] = 600.0,
     drain: Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")] = 30.0,
     warm: Annotated[bool, typer.Option(help="Make every size of step before the first request.")] = True,
@@ -59,6 +64,8 @@ def serve(
         api_keys=keys,
         hosts=Settings.hosts if local else (),
         deadline=deadline,
+        slots=slots,
+        keep=keep,
         warm=warm,
     )
     place = listen(host, port, bool(keys))

@@ -125,7 +125,7 @@ def generate(
     decoder.method = decoder.prepare(name, **given)
     how = None if sampling == Sampling() else sampling  # None: a model that asks to be sampled is answered by a warning
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": how, "stop": stop}
-    also = {"logprobs": logprobs, "grammar": grammar}
+    also: dict[str, Any] = {"logprobs": logprobs, "grammar": grammar}
     if prediction is not None:
         also["prediction"] = options.read_text("--prediction", prediction)
     if prompts is not None:

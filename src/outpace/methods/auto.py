@@ -84,10 +84,6 @@ class Auto(Method):
         check_width(self.name, ready.heads, model)
         return replace(self, heads=ready)
 
-    @property
-    def shares(self) -> bool:
-        return not self.heads or not self.heads.heads.reads_text
-
     def plan(self, engine: Engine) -> Plan:
         heads = self.heads.heads if self.heads else None
         left = NODES - PLACES * REACH
@@ -110,6 +106,8 @@ class Auto(Method):
         if known is None:
             known = engine.notes[Auto] = Known(engine)
         methods = self._methods(known.engine.costs)
+        if sequence.slots and not _have_read(methods[0], sequence):
+            methods = methods[1:]
         if known.engine.costs is None:
             return methods[0].start(engine, sequence, picker)
         return _Drafter(methods, known, sequence, picker)
@@ -123,6 +121,11 @@ class Auto(Method):
         if not self.heads:
             return free
         return [HEADED[self.heads.heads.kind](heads=self.heads, rows=self.rows), *free]
+
+
+def _have_read(method: Method, sequence: Text) -> bool:
+    """Whether a method's heads have read what a text takes over from another, if they have to."""
+    return method.reader is None or (sequence.reader is method.reader and sequence.read == len(sequence.slots))
 
 
 def _found(model: Model) -> Ready | None:

@@ -87,6 +87,11 @@ class Method:
         """Whether a text may begin with slots that another text has computed."""
         return True
 
+    @property
+    def reader(self) -> object:
+        """Heads whose states must lie in the slots that a text begins with, where the host drafts; None for none."""
+        return None
+
     def prepare(self, model: Model) -> Method:
         """Check that the method works with `model`, and load what it needs. A prepared method stays as it is."""
         if self.branches and not model.branches:

@@ -153,8 +153,8 @@ class Headed(Method):
         )
 
     @property
-    def shares(self) -> bool:
-        return not self.heads.heads.reads_text  # they have to read what another text has computed, too
+    def reader(self) -> object:
+        return self.heads.heads if self.heads.heads.reads_text else None
 
     def plan(self, engine: Engine) -> Plan | None:
         heads, about = self.heads.heads, self.heads.about
@@ -285,6 +285,8 @@ class _Drafter(Drafter):
         self.new = []
         tokens, first = self.sequence.tokens[-len(hidden) :], len(self.sequence.tokens)
         self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
+        if self.heads.reads_text:
+            self.sequence.reader, self.sequence.read = self.heads, len(self.sequence.slots)
         if self.heads.sequential:
 
             def expect(place: int, paths: Numbers) -> Foreseen:

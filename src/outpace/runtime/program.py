@@ -192,12 +192,14 @@ class Program:
         with torch.inference_mode():
             Lanes.open(self.lanes, lane, sequence.tokens, sampling.seed)
             self.lanes.place(lane, [*sequence.slots, *sequence.reserved], place.limit)
-            self.choices.open(lane, sampling, sequence.tokens)
+            self.choices.open(lane, sampling, sequence.tokens, sequence.written)
             for source in self.sources:
                 source.open(lane, sequence.tokens, sampling.seed)
                 if isinstance(source, Reading) and seen:
                     fed = self._feed(source, seen if source.reads_text else seen[-1:], sequence)
                     source.expect(lane, fed, *alone(sequence, sampling, self.lanes.device))
+                    if source.reads_text:
+                        sequence.reader, sequence.read = self.reader, len(sequence.slots)
                 if isinstance(source, Writing):
                     source.begin(sequence)
 
@@ -216,10 +218,17 @@ class Program:
             start += len(states)
         return prompt.fed
 
-    def close(self, place: Place) -> None:
-        """The text has ended. Whatever is still computed for it goes nowhere that matters."""
+    @property
+    def reader(self) -> object:
+        """Heads whose states must lie in the slots that a text takes over."""
+        return next((s.heads for s in self.sources if isinstance(s, Reading) and s.reads_text), None)
+
+    def close(self, place: Place, sequence: Sequence, written: Items[int]) -> None:
+        """The text has ended, with these new tokens. Whatever is still computed for it goes nowhere that matters."""
         if place.ended:
             return
+        if place.lane >= 0 and self.engine.pool.keeps:
+            self._hand_back(place, sequence, written)
         self._places.remove(place)
         place.ended = True
         self.sizes.end(place.gains, place.taken)
@@ -231,6 +240,16 @@ class Program:
                 self.lanes.limits[place.lane].fill_(0)
                 for source in self.sources:
                     source.close(place.lane)
+
+    def _hand_back(self, place: Place, sequence: Sequence, written: Items[int]) -> None:
+        """Tell the sequence which slots its text has by now. Steps only change the order of those behind it."""
+        sequence.tokens += written
+        count = len(sequence.tokens) - 1
+        owned = [*sequence.slots, *sequence.reserved]
+        sequence.slots = self.lanes.slots[place.lane, :count].tolist()
+        sequence.reserved = [*{*owned}.difference(sequence.slots)]
+        if self.reader is not None:
+            sequence.read = count
 
     def turn(self, places: Items[Place]) -> list[Stepped | None]:
         """The next step of each text; None where it is not there yet: ask again. The one after it is begun.

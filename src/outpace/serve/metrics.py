@@ -46,6 +46,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
+        self._aside = 0
         names = tuple(self._labels)
         self._histograms = {
             name: Histogram(f"vllm:{name}", name.replace("_", " "), names, buckets=buckets, registry=self.registry)
@@ -73,10 +74,16 @@ class Metrics:
         readings = {
             "num_requests_running": lambda: worker.running,
             "num_requests_waiting": lambda: worker.waiting,
-            "kv_cache_usage_perc": lambda: pool.held / pool.capacity,
+            "kv_cache_usage_perc": lambda: (pool.held + pool.kept) / pool.capacity,
         }
         for name, read in readings.items():
             self._gauges[name].labels(**self._labels).set_function(read)
+
+    def set_aside(self, times: int) -> None:
+        """So often by now texts were set aside for want of slots."""
+        if times > self._aside:
+            self._count("num_preemptions", times - self._aside)
+            self._aside = times
 
     def text(self) -> bytes:
         """All of it, as `/metrics` shows it."""

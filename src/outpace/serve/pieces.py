@@ -44,6 +44,7 @@ def trace(decoder: Decoder, step: Step) -> dict[str, Any]:
     """A step, for those who want to see who guessed what."""
     draft = step.draft
     return {
+        "text": step.text,
         "tokens": step.tokens,
         "texts": [word(decoder, token) for token in step.tokens],
         "sources": step.sources,

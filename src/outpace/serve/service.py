@@ -26,6 +26,7 @@ from .worker import Job, Mailbox, Order, Worker
 log = logging.getLogger("outpace.serve")
 T = TypeVar("T")
 PLAIN = "autoregressive"
+KEPT = 4096  # slots, where every row looks at all slots
 
 
 class Service:
@@ -52,6 +53,7 @@ class Service:
             decoder = self._source if isinstance(self._source, Decoder) else self._source()
             if self.settings.warm:
                 warm(decoder, decoder.method, self.settings.max_texts)
+            _share_out(decoder, self.settings)
             self._decoder, self._metrics = decoder, Metrics(self.settings.name or decoder.model.name)
             self._worker = Worker(decoder, self._metrics, self.settings.max_texts, self.settings.max_queue)
             self._metrics.follow(self._worker)
@@ -165,6 +167,15 @@ class Service:
     def limit_of(self, asked: int | None) -> int:
         """How many tokens may be written."""
         return self.settings.max_new_tokens if asked is None else asked
+
+
+def _share_out(decoder: Decoder, settings: Settings) -> None:
+    """Say how large the KV cache may grow, and how much of it is for texts that have ended."""
+    pool = decoder.engine.pool
+    if pool.limit is None:
+        pool.limit = max(settings.slots, decoder.model.context, pool.capacity)
+    everything = pool.limit if decoder.model.device.type == "cuda" else min(pool.limit, KEPT)
+    pool.keeps = everything if settings.keep is None else settings.keep
 
 
 class Reply:

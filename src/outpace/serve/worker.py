@@ -78,6 +78,9 @@ class Watch(Protocol):
     def ended(self, job: Job, reason: str, now: float) -> None:
         """A text has ended: stop, length, abort or error."""
 
+    def set_aside(self, times: int) -> None:
+        """So often by now texts were set aside for want of slots."""
+
 
 class Worker:
     """Writes texts for requests, in a thread of its own."""
@@ -184,6 +187,7 @@ class Worker:
             with self.decoder.engine.turns:
                 events = self._writing.step()
             found += [(self._jobs[number], item) for number, item in events if number in self._jobs]
+            self.watch.set_aside(self._writing.set_aside)
             begun = {number for number, _ in events}
             for number, job in self._jobs.items():
                 if not job.begun and (number in begun or self._writing.begun(number)):

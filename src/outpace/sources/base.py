@@ -54,6 +54,7 @@ class Reading(Source):
 
     costly = True
     reads_text: bool  # all of them; otherwise the last of each text are enough
+    heads: Any  # whose states lie in the slots of texts, if it reads all
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
         """New rows of texts, in fixed places: `rows` with the token after each, their states [rows, width].

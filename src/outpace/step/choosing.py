@@ -47,8 +47,8 @@ class Choices:
             if not 0 <= token < self.vocabulary:
                 raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {self.vocabulary - 1}.")
 
-    def open(self, lane: int, sampling: Sampling, tokens: Sequence[int]) -> None:
-        """A text begins in a lane."""
+    def open(self, lane: int, sampling: Sampling, tokens: Sequence[int], written: int = 0) -> None:
+        """A text begins in a lane, or goes on: so many last tokens are the answer's."""
         needs = needs_of(sampling)
         self._needs[lane] = needs
         self.temperature[lane].fill_(sampling.temperature)
@@ -62,9 +62,12 @@ class Choices:
         if len(self.bias):
             for part in (self.bias, self.seen, self.answered):
                 part[lane].zero_()
-            counts = Counter(tokens)
             device = self.seen.device
-            self.seen[lane].index_copy_(0, send([*counts], device), send([*counts.values()], device, torch.float32))
+            answer = tokens[len(tokens) - written :]
+            for place, counts in ((self.seen, Counter(tokens)), (self.answered, Counter(answer))):
+                if counts:
+                    often = send([*counts.values()], device, torch.float32)
+                    place[lane].index_copy_(0, send([*counts], device), often)
             for token, bias in sampling.logit_bias.items():
                 self.bias[lane, token].fill_(bias)
 
