@@ -1,0 +1,143 @@
+"""The page, in a browser: a chat from the first key to the last, and what it shows of the guesses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace import serve
+
+from .serving import Running, new_decoder, running
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def test_the_page_is_on_its_own() -> None:
+    page = (Path(serve.__file__).parent / "page.html").read_text(encoding="utf-8")
+    assert re.findall(r"(?:src|href)=\"(?!data:)", page) == []
+    assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", page) == []
+    for word in ("innerHTML", "insertAdjacentHTML", "document.write", "eval(", "@import", "import("):
+        assert word not in page
+
+
+browser = pytest.mark.skipif(
+    find_spec("playwright") is None or CHROMIUM is None, reason="needs playwright and chromium (apt install chromium)"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(new_decoder()) as found:
+        yield found
+
+
+@pytest.fixture
+def page(server: Running, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The server's page, wide or narrow, light or dark; no error may show in its console."""
+    from playwright.sync_api import sync_playwright
+
+    options = getattr(request, "param", {})
+    with sync_playwright() as play:
+        chrome = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = chrome.new_context(**options).new_page()
+        errors: list[str] = []
+        found.on("pageerror", lambda error: errors.append(str(error)))
+        found.goto(server.url)
+        found.wait_for_selector("#model:has-text('tiny')")
+        yield found
+        chrome.close()
+        assert errors == []
+
+
+def ask(page: Any, text: str, tokens: int = 24) -> None:
+    page.evaluate(f"document.getElementById('max_tokens').value = {tokens}")
+    page.fill("#said", text)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#send:enabled", timeout=60_000)
+
+
+SCREENS = [
+    {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"},
+    {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "has_touch": True},
+]
+
+
+@browser
+@pytest.mark.parametrize("page", SCREENS, indirect=True)
+def test_a_chat(page: Any, server: Running) -> None:
+    assert page.evaluate("document.activeElement.id") == "said"
+    ask(page, "hello")
+    expected = server.text("hello", max_tokens=24)
+    assert "".join(page.locator(".assistant .token").all_text_contents()) == expected
+    assert float(page.text_content("#speed")) > 0
+    assert "×" in page.text_content("#plain")
+    assert float(page.text_content("#per-step")) >= 1
+    assert page.locator("#rows rect").count() > 2
+    assert page.locator("#tree rect").count() >= 1
+    ask(page, "and then?")
+    assert page.locator(".message").count() == 4
+    assert int(page.text_content("#prompt").split(", ")[1]) > 0  # the first turn is not read again
+    page.locator(".assistant").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".token.chosen").count() == 1
+    assert page.text_content("#step").startswith("Step ")
+    page.locator(".assistant .token").nth(3).hover()
+    assert page.locator(".token.chosen").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != back
+    page.keyboard.press("Alt+n")
+    assert page.locator(".message").count() == 0
+    page.select_option("#chats", index=1)
+    assert page.locator(".message").count() == 4
+    page.reload()
+    assert page.locator("#chats option").count() == 2
+
+
+@browser
+def test_what_texts_hold_stays_text(page: Any) -> None:
+    ask(page, "<img src=x onerror=document.title='bad'><script>document.title='bad'</script>")
+    assert page.title() == "Outpace"
+    assert page.locator("#chat img, #chat script").count() == 0
+
+
+@browser
+def test_stop_ends_the_answer(page: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = server.service.decoder.model
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *given, **more: (time.sleep(0.03), forward(*given, **more))[1])
+    page.evaluate("document.getElementById('max_tokens').value = 1500")
+    page.fill("#said", "hello")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".token >> nth=3")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#send:enabled")
+    assert page.text_content(".assistant .note") == "stopped"
+    server.settle()
+
+
+@browser
+def test_a_lost_connection_shows_and_the_page_goes_on(page: Any) -> None:
+    page.context.set_offline(True)
+    ask(page, "hello")
+    assert "connection was lost" in page.text_content(".assistant .note")
+    page.wait_for_selector("#lost.shown")
+    page.context.set_offline(False)
+    page.wait_for_selector("#lost", state="hidden", timeout=10_000)
+    ask(page, "again")
+    assert page.locator(".assistant").nth(1).locator(".token").count() > 3
+
+
+@browser
+def test_errors_are_shown(page: Any) -> None:
+    ask(page, "x" * 3000)
+    assert "Shorten" in page.text_content(".assistant .note")
