@@ -198,6 +198,7 @@ def fuzz(server: Running, cases: int) -> int:
     """Send so many requests made from the OpenAPI schema, good ones and bad ones; the number that was answered."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis.errors import Unsatisfiable
 
     headers = {"Authorization": f"Bearer {KEY}"}
     schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
@@ -228,11 +229,8 @@ def fuzz(server: Running, cases: int) -> int:
                         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
                 ask()
-            except schemathesis.errors.SchemathesisError:
+            except (schemathesis.errors.SchemathesisError, Unsatisfiable):  # noqa: PERF203
                 continue  # there is nothing bad to send where nothing is asked
-            except Exception as error:
-                if "Unsatisfiable" not in type(error).__name__:
-                    raise
     server.settle()
     assert server.held == 0
     return count
@@ -246,4 +244,4 @@ def test_no_request_is_too_strange(server: Running) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_ten_thousand_strange_requests(server: Running) -> None:
-    assert fuzz(server, 16_000) >= 10_000
+    assert fuzz(server, 20_000) >= 10_000
