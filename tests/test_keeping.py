@@ -116,6 +116,18 @@ def test_auto_drafts_without_heads_what_they_have_not_read() -> None:
     assert not any(source.startswith("head") for source in found.offered)
 
 
+def test_auto_as_a_program() -> None:
+    """Its heads may not have read all of the first answer; what is taken over they have."""
+    keeping, plain = decoder_of(True), decoder_of(True, keeps=0)
+    auto = keeping.prepare("auto", heads=random_heads("amphista", tiny("Llama")), rows=8)
+    prompt = prompt_of(3, 40)
+    (first,) = write(keeping, [prompt], auto, length=40)
+    second = [*prompt, *first.token_ids, 5, 9, 2]
+    (found,) = write(keeping, [second], auto)
+    assert found.token_ids == write(plain, [second], Autoregressive())[0].token_ids
+    assert found.reused >= len(prompt) - 2
+
+
 def test_texts_of_another_salt_share_nothing() -> None:
     keeping = decoder_of(False)
     prompt = prompt_of(3, 30)
@@ -145,22 +157,23 @@ def test_slots_that_are_needed_are_taken() -> None:
 SAMPLED = Sampling(temperature=0.9, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.1, seed=4)
 
 
-@pytest.mark.parametrize("keeps", [0, 512])
-@pytest.mark.parametrize("sampling", [None, SAMPLED])
-@pytest.mark.parametrize("name", ["plain", "lookahead", "amphista"])
+@pytest.mark.parametrize(
+    ("name", "sampling", "keeps"),
+    [("plain", None, 0), ("plain", SAMPLED, 512), ("lookahead", SAMPLED, 0), ("amphista", None, 512)],
+)
 def test_texts_that_are_set_aside_go_on(name: str, sampling: Sampling | None, keeps: int) -> None:
-    small, plain = decoder_of(False, capacity=150, keeps=keeps), decoder_of(False, keeps=0)
+    small, plain = decoder_of(False, capacity=100, keeps=keeps), decoder_of(False, keeps=0)
     ready = small.prepare(METHODS[name])
-    prompts = [prompt_of(seed, 16)[: 12 + seed] for seed in range(5)]
+    prompts = [prompt_of(seed, 16)[: 12 + seed] for seed in range(4)]
     batch = small.batch()
     for prompt in prompts:
-        batch.add(prompt, method=ready, sampling=sampling, max_new_tokens=60)
+        batch.add(prompt, method=ready, sampling=sampling, max_new_tokens=40)
     found: list[list[int]] = [[] for _ in prompts]
     for number, item in batch:
         assert isinstance(item, Step), item
         found[number] += item.tokens
     assert batch._writing.set_aside > 0
-    assert found == [result.token_ids for result in write(plain, prompts, ready, sampling, 60)]
+    assert found == [result.token_ids for result in write(plain, prompts, ready, sampling, 40)]
     assert small.engine.pool.held == 0
 
 

@@ -248,7 +248,7 @@ class Program:
         owned = [*sequence.slots, *sequence.reserved]
         sequence.slots = self.lanes.slots[place.lane, :count].tolist()
         sequence.reserved = [*{*owned}.difference(sequence.slots)]
-        if self.reader is not None:
+        if self.reader is not None and not place.frugal:  # otherwise they have read no more than the prompt
             sequence.read = count
 
     def turn(self, places: Items[Place]) -> list[Stepped | None]:
