@@ -14,12 +14,15 @@ import httpx
 import pytest
 import torch
 
-from outpace import InputError
+from outpace import InputError, PromptLookup
+from outpace.runtime.graphs import GraphEngine
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
 from outpace.serve.tools import Calls, Found
+from outpace.serve.warming import SAMPLINGS, warm
 
 from .serving import Running, new_decoder, running
+from .test_batch import graph_decoder
 
 PERSON = {
     "type": "object",
@@ -566,6 +569,21 @@ def test_health_is_503_until_the_model_is_there() -> None:
         while found.http.get("/health").status_code == 503:
             time.sleep(0.05)
         assert found.text()
+
+
+def test_every_size_of_step_is_made_before_the_first_request() -> None:
+    decoder = graph_decoder()
+    method = decoder.prepare(PromptLookup(rows=4))
+    warm(decoder, method, most=4)
+    assert isinstance(decoder.engine, GraphEngine)
+    ((_, _, program),) = decoder.engine._programs
+    made, reading = {*program._graphs}, {*decoder.engine._graphs}
+    assert {key[0] for key in made} == {1, 4}
+    for texts in (1, 3):
+        for sampling in SAMPLINGS:
+            decoder.generate([[5, 6, 7]] * texts, method=method, sampling=sampling, max_new_tokens=4)
+    assert ({*program._graphs}, {*decoder.engine._graphs}) == (made, reading)
+    assert decoder.engine.pool.held == 0
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:

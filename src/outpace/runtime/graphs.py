@@ -152,6 +152,23 @@ class GraphEngine(Engine):
         if self._compile and bool(packed) not in self._prepared:
             self._prepare(size, span, (0, self.model.layers), packed)
 
+    def make_reading(self, texts: int) -> None:
+        """Make the graphs that read prompts, of one text and of up to so many; otherwise their first use waits."""
+        if self.exact:
+            return  # there texts are read one by one, by one size
+        self._make_storage()
+        counts = [0, *(count for count in TEXTS if count < 2 * texts)] if self.most_texts > 1 else [0]
+        span, longest = FIRST_SPAN, _span(min(self.model.context, self.pool.capacity))
+        try:
+            while span <= longest:
+                for size in [*self.sizes, *(size for size in LARGE if self.sizes)]:
+                    for count in counts:
+                        self._graph(size, span, texts=count, reads=True)
+                span *= 2
+        except _NoGraph as error:
+            warnings.warn(str(error), OutpaceWarning, stacklevel=2)
+        self._read = True
+
     def beside(self, model: Model) -> GraphEngine:
         """An engine of a second model, whose keys and values lie in the slots of this one's: its own are all taken."""
         self._make_storage()  # before the other takes memory

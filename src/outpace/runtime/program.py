@@ -366,6 +366,7 @@ class Program:
 
         Otherwise a size is made when it is first used, and all texts wait.
         """
+        self.engine.make_reading(texts)
         kinds = [needs_of(sampling) for sampling in samplings]
         longest = self._span(self.engine.model.context)
         span = self._span(1)

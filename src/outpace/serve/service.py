@@ -52,7 +52,8 @@ class Service:
         try:
             decoder = self._source if isinstance(self._source, Decoder) else self._source()
             if self.settings.warm:
-                warm(decoder, decoder.method, self.settings.max_texts)
+                for method in (decoder.method, decoder.prepare(PLAIN)):
+                    warm(decoder, method, self.settings.max_texts)
             _share_out(decoder, self.settings)
             self._decoder, self._metrics = decoder, Metrics(self.settings.name or decoder.model.name)
             self._worker = Worker(decoder, self._metrics, self.settings.max_texts, self.settings.max_queue)
