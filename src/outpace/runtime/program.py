@@ -23,7 +23,7 @@ from ..sending import put
 from ..sources.base import Climbing, Plan, Reading, Source, Writing, drafted, families, named
 from ..sources.heads import alone
 from ..step import fused
-from ..step.chances import CUTS, FREE, KNOTS
+from ..step.chances import EXPECTED, FREE, KNOTS
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
 from ..step.nodes import Nodes, Rows, plant
@@ -256,8 +256,7 @@ class Program:
         lanes = [lane for lane, place in flight.places.items() if not place.ended]
         expected: Items[Expected | None] = [None] * len(lanes)
         if self.chances is not None:
-            said = numbers[lanes][:, -2 * len(CUTS) :].copy().view(np.float32)
-            expected = said.reshape(-1, 2, len(CUTS)).tolist()
+            expected = numbers[lanes][:, -EXPECTED:].copy().view(np.float32).tolist()
         for lane, line, hoped in zip(lanes, numbers[lanes].tolist(), expected, strict=True):
             stepped = self._unpack(line, flight.size, cost)
             if stepped.tokens or stepped.fault:  # otherwise it rests
@@ -547,7 +546,7 @@ class _Whole(_Trees):
         fault = torch.where(lost.any(1), lost.int().argmax(1), -1)
         marks = rows.valid.int() + (rows.valid & rows.accepted)
         numbers = [kept.counts[:, None], fault[:, None], kept.rows, kept.tokens, rows.tokens, rows.parents]
-        said = [] if rows.expected is None else [rows.expected.flatten(1).view(torch.int32)]
+        said = [] if rows.expected is None else [rows.expected.view(torch.int32)]
         return torch.cat([part.int() for part in (*numbers, rows.sources, marks, *said)], 1)
 
     def capture(self, memory: Any) -> Any:

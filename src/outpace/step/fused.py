@@ -12,7 +12,7 @@ import torch
 
 from ..models.best import find_best
 from ..models.launching import early
-from .chances import CUTS, FREE, HALVING, KNOTS, SOURCES
+from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, SOURCES
 from .choosing import Choices
 from .lanes import Lanes
 from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows
@@ -85,7 +85,7 @@ def plant(
     keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
     flags = torch.empty(group, max(padded, 1), dtype=torch.int32, device=device)
     numbers = torch.empty(group, 2 * size, dtype=torch.long, device=device)
-    expected = torch.empty(group, 2, len(CUTS), device=device)
+    expected = torch.empty(group, EXPECTED, device=device)
     kernels.plant[(group,)](
         *(tokens, depths, paths, chances, sources, marks),
         *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0), context, turn),
@@ -217,7 +217,7 @@ def settle(
         return torch.empty(group, *shape, dtype=dtype, device=device)
 
     best, kept, before = numbers(count), Walk(numbers(deep), numbers(deep), numbers()), numbers()
-    said = 0 if rows.expected is None else 2 * len(CUTS)
+    said = 0 if rows.expected is None else EXPECTED
     report = numbers(2 + 2 * deep + 4 * count + said, dtype=torch.int32)
     kernels.settle[(group,)](
         *(chosen, found, found.shape[1]),

@@ -138,6 +138,7 @@ def plant(
         guess = tl.zeros([NODES], tl.int32)
         free = tl.zeros([NODES], tl.int32)
         free_twice = tl.zeros([NODES], tl.int32)
+        top = key
         for begin in range(0, nodes, BLOCK):
             other = begin + tl.arange(0, BLOCK)
             its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
@@ -155,6 +156,7 @@ def plant(
                 free |= tl.max(its_free.to(tl.int32), 1)
                 if COSTLY:
                     free_twice |= tl.max((its_free & (higher | tied)).to(tl.int32), 1)
+                    top = tl.maximum(top, tl.max(tl.where(same, its_key[None, :], float("-inf")), 1))
         free_key = tl.where(((mark & 4) != 0) & (free_twice == 0), key, float("-inf"))
         if LEARNED:
             source += FREE * free.to(tl.int64)
@@ -166,7 +168,8 @@ def plant(
         tl.debug_barrier()
         rank = _ranks(keys, flags, key, none, node, nodes, NODES, BLOCK)
         if LEARNED:
-            _expect(expected + lane * 2 * CUTS, key, rank, MUST, CUTS)
+            expected += lane * (2 * CUTS + 1)
+            _expect(expected, key, rank, MUST, CUTS)
             free_rank = rank
             if COSTLY:
                 tl.debug_barrier()
@@ -175,8 +178,12 @@ def plant(
                 free_rank = _ranks(keys, flags, free_key, none, node, nodes, NODES, BLOCK)
             else:
                 free_key = key
-            _expect(expected + lane * 2 * CUTS + CUTS, free_key, free_rank, MUST, CUTS)
+            _expect(expected + CUTS, free_key, free_rank, MUST, CUTS)
         taken = (rank < most - 1) & (key > float("-inf"))
+        if LEARNED:
+            inside = top >= tl.min(tl.where(taken, key, float("inf")), 0)
+            hoped = tl.where(inside & (free_key < MUST / 2), tl.exp(tl.minimum(free_key, 0.0)), 0.0)
+            tl.store(expected + 2 * CUTS, tl.sum(hoped, 0))
         if PROBES:  # guesses come first, and with them what is a guess and a probe
             tl.debug_barrier()
             tl.store(keys + node, tl.where(taken, key, float("-inf")))
