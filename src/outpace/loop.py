@@ -72,11 +72,15 @@ def write(
 
     with engine.pool.sequence(prompt, share) as sequence:
         place = None if program is None else program.reserve(sequence, sampling, limit)
-        if place is not None:
-            yield from _by_program(engine, program, place, sequence, sampling, stop)
-            return
-        with method.start(engine, sequence, picker) as drafter:
-            yield from _by_drafter(engine, drafter, sequence, picker, stop)
+        text = sequence.tokens if place is None else [*prompt]
+        try:
+            if place is not None:
+                yield from _by_program(engine, program, place, sequence, sampling, stop, text)
+                return
+            with method.start(engine, sequence, picker) as drafter:
+                yield from _by_drafter(engine, drafter, sequence, picker, stop)
+        finally:
+            method.remember(engine.model, text)
 
 
 def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop) -> Text:
@@ -109,9 +113,11 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
         yield Step(verdict.tokens, _sources(draft, verdict), draft, verdict.rows, finish, clock.laps, cost=cost)
 
 
-def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
-    """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
-    written, finish = 0, None
+def _by_program(
+    engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop, text: list[int]
+) -> Text:
+    """The loop where a whole step runs without the host: it is asked for, and what it left is read. `text` grows."""
+    finish: str | None = None
     seen: list[Any] = []
     try:
         try:
@@ -132,12 +138,13 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
                 finish = stop(token)
                 if finish is not None:
                     break
-            written += count
-            if finish is None and len(sequence.tokens) + written == place.limit:
+            text += stepped.tokens[:count]
+            if finish is None and len(text) == place.limit:
                 finish = "length"  # the end of the context: the text rests
             if finish is None and stepped.fault:
+                place_of_it = len(text) - len(sequence.tokens) + 1
                 raise InvalidLogits(
-                    f"at new token {written + 1}: the model's logits contain NaN, or every token is ruled out."
+                    f"at new token {place_of_it}: the model's logits contain NaN, or every token is ruled out."
                 )
             verdict = Verdict(stepped.rows[:count], stepped.tokens[:count])
             draft = stepped.draft
