@@ -2,6 +2,7 @@
 
     python scripts/gpu_session.py shape                          a step of a Llama-3.1-8B shape, by rows and context
     python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
+    python scripts/gpu_session.py kernels [--only products gated attention]  exact mode's kernels: bits and prices
     python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
     python scripts/gpu_session.py batch --model DIR --data FILE --tokens 64  tokens/s of batches of 1, 4, 16 and 64
     python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
@@ -42,6 +43,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import outpace
+from exactness import kernel_checks
 from measure import assemble, record, same_bits, spec_bench, written_together
 from outpace import (
     AdaDecode,
@@ -695,7 +697,9 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact", "batch", "ablation", "exits", "reproduce"])
+    parser.add_argument(
+        "what", choices=["shape", "wide", "kernels", "exact", "batch", "ablation", "exits", "reproduce"]
+    )
     parser.add_argument("--model", help="the embedded model's folder")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
@@ -703,7 +707,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
-    parser.add_argument("--only", nargs="+", help="for wide: plain, and what begins so (transformers too)")
+    parser.add_argument(
+        "--only", nargs="+", help="for wide: plain, and what begins so (transformers too); for kernels: which"
+    )
     parser.add_argument("--samples", action="store_true", help="for shape: say where the time to the first token goes")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact, batch and reproduce")
     parser.add_argument("--slots", type=int, default=65536, help="of the pool, for batch")
@@ -736,7 +742,7 @@ def main() -> None:
     if arguments.what == "exits" and not arguments.prompts:
         parser.error("exits needs --prompts")
     parts = (shape, wide, exact, batch, ablation, exits, reproduce)
-    {part.__name__: part for part in parts}[arguments.what](arguments)
+    {"kernels": kernel_checks, **{part.__name__: part for part in parts}}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

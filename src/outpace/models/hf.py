@@ -101,12 +101,13 @@ class HFModel:
         """
         return self._fusion.fuse(self._mirror)
 
-    def replace_products(self) -> int:
+    def replace_products(self, always: bool = False) -> int:
         """Compute products by code of our own where we have it; says how many modules. `unfuse` undoes it.
 
-        Join weights before: what is joined may be computed together with what follows it.
+        `always`: for any number of rows, on a GPU. Join weights before: what is joined may be computed together with
+        what follows it.
         """
-        return self._products.replace(self._mirror)
+        return self._products.replace(self._mirror, always)
 
     def compute_exactly(self) -> None:
         """On a CPU in float32: from now on a row has the same bits whatever is beside it. `unfuse` undoes it.
