@@ -60,6 +60,7 @@ def steps_of(
     kernels: bool,
     samplings: Sequence[Sampling] = (Sampling(),) * 3,
     tokens: int = 16,
+    exact_rows: int = 0,
 ) -> list[list[Any]]:
     """Everything that the steps of some texts did."""
     with monkeypatch.context() as patch:
@@ -68,7 +69,7 @@ def steps_of(
         patch.setattr(attention, "INTERPRET", False)  # it has tests of its own, and takes minutes
         model = tiny("Llama").to(DEVICE)
         decoder = Decoder(model)
-        decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
+        decoder.engine = GraphEngine(HFModel(model), compiled=False, exact_rows=exact_rows, capacity=2048)
         batch = decoder.batch()
         ready = decoder.prepare(method)
         for number in range(texts):
@@ -92,6 +93,11 @@ def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypat
         method = method_for(name, random_heads(name, tiny("Llama")), rows=16, recycled=5)
     expected = steps_of(method, texts, monkeypatch, kernels=False)
     assert steps_of(method, texts, monkeypatch, kernels=True) == expected
+
+
+def test_kernels_plant_for_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = steps_of(METHODS["lookahead"], 3, monkeypatch, kernels=False)
+    assert steps_of(METHODS["lookahead"], 3, monkeypatch, kernels=True, exact_rows=128) == expected
 
 
 ALL = Sampling(temperature=1.2, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.3, logit_bias={1: 3.0}, seed=3)

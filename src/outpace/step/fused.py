@@ -106,6 +106,7 @@ def plant(
         KNOTS=KNOTS,
         HALVING=HALVING,
         SOURCES=SOURCES,
+        EXACT=fixed.lists.exact,
         num_warps=8 if padded >= 256 else 4,
     )
     return found._replace(
