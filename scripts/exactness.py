@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
-from outpace.models import attention, gated, kernels, narrow
+from outpace.models import attention, gated, narrow
 from outpace.models.launching import SPARE, device_of, early
 
 CONSOLE = Console(width=170)
@@ -114,6 +114,8 @@ def ours(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def normal(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As it was before parts were constant: few rows in one part, those of many by cuBLAS."""
+    from outpace.models import kernels
+
     outputs, inputs = weight.shape
     if len(states) > narrow.FEW_ROWS:
         return torch.ops.outpace.narrow(states, weight, None, False)
