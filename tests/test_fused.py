@@ -62,6 +62,7 @@ def steps_of(
     samplings: Sequence[Sampling] = (Sampling(),) * 3,
     tokens: int = 16,
     turns: int = 1,
+    exact_rows: int = 0,
 ) -> list[list[Any]]:
     """Everything that the steps of some texts did."""
     with monkeypatch.context() as patch:
@@ -71,7 +72,7 @@ def steps_of(
         patch.setattr(attention, "INTERPRET", False)  # it has tests of its own, and takes minutes
         model = tiny("Llama").to(DEVICE)
         decoder = Decoder(model)
-        decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
+        decoder.engine = GraphEngine(HFModel(model), compiled=False, exact_rows=exact_rows, capacity=2048)
         batch = decoder.batch()
         ready = decoder.prepare(method)
         found: list[list[Any]] = [[] for _ in range(texts * turns)]
@@ -103,6 +104,11 @@ def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypat
     turns = 1 + ("store" in name)
     expected = steps_of(method, texts, monkeypatch, kernels=False, turns=turns)
     assert steps_of(method, texts, monkeypatch, kernels=True, turns=turns) == expected
+
+
+def test_kernels_plant_for_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = steps_of(METHODS["lookahead"], 3, monkeypatch, kernels=False)
+    assert steps_of(METHODS["lookahead"], 3, monkeypatch, kernels=True, exact_rows=128) == expected
 
 
 ALL = Sampling(temperature=1.2, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.3, logit_bias={1: 3.0}, seed=3)

@@ -128,9 +128,9 @@ class Program:
 
     def size(self, lanes: int, rows: int) -> int:
         """The rows of a lane with those that fill up."""
-        if self.engine.exact:
-            sizes = self.engine.sizes
-            return next((size for size in sizes if size >= rows), -(-rows // sizes[-1]) * sizes[-1])
+        if self.engine.one_size:
+            (most,) = self.engine.sizes
+            return -(-rows // most) * most
         if lanes == 1:
             return max(2, -(-rows // 8) * 8 if rows > 2 else 2)  # one row alone would be compiled apart
         size = 1
@@ -408,10 +408,9 @@ class _Trees(FixedStep):
         engine = program.engine
         self.program, self.model = program, engine.model
         self.group, self.each, self.deepest = group, each, deepest
-        self.compiled, self.exact = engine.compiling, engine.exact
-        super().__init__(
-            engine.model, engine.pool, program.lanes.slots, group * each, span, engine.exact, group if group > 1 else 0
-        )
+        self.compiled = engine.compiling
+        places = (engine.model, engine.pool, program.lanes.slots)
+        super().__init__(*places, group * each, span, engine.exact, group if group > 1 else 0, deepest + 1)
         self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
         if group > 1:
             self._place_lanes(each)
@@ -446,7 +445,7 @@ class _Whole(_Trees):
         self.most, self.needs = most, needs
         self.arm = Arm(most, costly, (group, most, costly, span, needs))
         self.sources = [source for source in program.sources if costly or not source.costly]
-        self.fused = fused.usable(self.pool.device) and not self.exact
+        self.fused = fused.usable(self.pool.device)
         self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
         self.climbs = {
             source: [_Climb(program, source.layer, group, rows, span, level) for level, rows in enumerate(source.asks)]
@@ -523,8 +522,9 @@ class _Whole(_Trees):
         return source.guess(self.texts, room)
 
     def _score(self) -> Any:
-        """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
-        most = self.program.engine.sizes[-1] if self.exact else self.size
+        """Where all forwards have one size, in parts of it; a row's ancestors are never in a later part."""
+        engine = self.program.engine
+        most = engine.sizes[0] if engine.one_size else self.size
         if self.size <= most:
             return self.model.forward(self.pool, self.rows, self.size, compiled=self.compiled)
         parts = []

@@ -80,13 +80,13 @@ def plant(
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
     LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
-    COSTLY: tl.constexpr, CUTS: tl.constexpr,
+    COSTLY: tl.constexpr, CUTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
 
     Of NODES and ROWS, powers of two, the first `nodes` and `count` are there. Paths have DEEP hashes. `least` is the
     chance that some guess must have. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS] are for
-    what threads tell each other.
+    what threads tell each other. EXACT: what rows see goes to the fixed place as slots by depth, not as bits.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
@@ -181,8 +181,8 @@ def plant(
             _expect(expected + CUTS, free_key, free_rank, MUST, CUTS)
         taken = (rank < most - 1) & (key > float("-inf"))
         if LEARNED:
-            inside = top >= tl.min(tl.where(taken, key, float("inf")), 0)
-            hoped = tl.where(inside & (free_key < MUST / 2), tl.exp(tl.minimum(free_key, 0.0)), 0.0)
+            planted = top >= tl.min(tl.where(taken, key, float("inf")), 0)
+            hoped = tl.where(planted & (free_key < MUST / 2), tl.exp(tl.minimum(free_key, 0.0)), 0.0)
             tl.store(expected + 2 * CUTS, tl.sum(hoped, 0))
         if PROBES:  # guesses come first, and with them what is a guess and a probe
             tl.debug_barrier()
@@ -257,13 +257,20 @@ def plant(
             )
             one = tl.full([32], 1, tl.int64) << (half * 32 + each).to(tl.int64)
             bits += tl.sum(tl.where(sees & inside[None, :], one[None, :], 0), 1)
+            if EXACT:
+                its_slot = tl.load(slots + lane * text_line + start + other, mask=inside, other=0)
+                its_slot = tl.where(its_valid & active, its_slot, scratch)
+                by_depth = fixed_tree + (first + row)[:, None] * tree_line + its_depth[None, :]
+                tl.store(by_depth, its_slot[None, :] + 0 * bits[:, None], mask=sees & inside[None, :] & real[:, None])
         tl.store(row_words + (first + row) * WORDS + word, bits, mask=real)
-        # Among the rows of all lanes, this lane's begin at bit `lane × count`.
-        shifted = bits << (bit_lane % 64)
-        tl.store(fixed_tree + (first + row) * tree_line + bit_lane // 64 + word, shifted, mask=real)
+        if not EXACT:
+            # Among the rows of all lanes, this lane's begin at bit `lane × count`.
+            shifted = bits << (bit_lane % 64)
+            tl.store(fixed_tree + (first + row) * tree_line + bit_lane // 64 + word, shifted, mask=real)
     tl.store(row_parents + first + row, parent, mask=real)
     tl.store(fixed_tokens + first + row, tl.load(row_tokens + first + row, mask=real, other=0), mask=real)
-    tl.store(fixed_positions + first + row, start + row_depth, mask=real)
+    # A lane at rest has no text.
+    tl.store(fixed_positions + first + row, tl.where(active, start, 0) + row_depth, mask=real)
     slot = tl.load(slots + lane * text_line + start + row, mask=real, other=0)
     tl.store(fixed_slots + first + row, tl.where(valid & active, slot, scratch), mask=real)
     tl.store(fixed_lengths + lane, tl.where(active, start, 0))
