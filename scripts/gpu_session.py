@@ -2,7 +2,11 @@
 
     python scripts/gpu_session.py shape                          a step of a Llama-3.1-8B shape, by rows and context
     python scripts/gpu_session.py wide  --model DIR --data FILE  tokens/s on real text at 7B cost, beside transformers
-    python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, and its price
+    python scripts/gpu_session.py kernels [--only products gated attention]  exact mode's kernels: bits and prices
+    python scripts/gpu_session.py prices [--model DIR]           what a step costs in exact mode, and without
+    python scripts/gpu_session.py exact --model DIR --data FILE  exact mode: same bits with every method, host between
+    python scripts/gpu_session.py texts --model DIR --data FILE --together 1  exact mode: same texts with every method
+    python scripts/gpu_session.py digest --model DIR --data FILE  of the logits in exact mode, for another machine
     python scripts/gpu_session.py batch --model DIR --data FILE --tokens 64  tokens/s of batches of 1, 4, 16 and 64
     python scripts/gpu_session.py ablation --model DIR --answers DIR  Amphista with parts left out, trained alike
     python scripts/gpu_session.py reproduce --model DIR --data FILE --out DIR --each 1  the papers' tables at 7B cost
@@ -22,8 +26,9 @@ import argparse
 import copy
 import functools
 import gzip
-import itertools
+import hashlib
 import json
+import random
 import shlex
 import statistics
 import sys
@@ -42,10 +47,12 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import outpace
+from exactness import kernel_checks
 from measure import assemble, record, same_bits, spec_bench, written_together
 from outpace import (
     AdaDecode,
     Amphista,
+    Auto,
     Autoregressive,
     Decoder,
     DraftModel,
@@ -82,7 +89,7 @@ CONSOLE = Console(width=150)
 NEW_TOKENS = 128
 DEVICE, DTYPE = "cuda", torch.bfloat16
 BATCHES = (1, 4, 16, 64)
-PRICED = (1, 8, 32)  # rows, for exact
+PRICED = (1, 8, 32, 64, 128)  # rows, for prices
 LEAST, COMPARED = 8, 32  # of batch: prompts at least, and texts that are compared
 
 
@@ -466,8 +473,6 @@ def exact(arguments: argparse.Namespace) -> None:
     """Every method's text and logits against plain decoding's, bit for bit, in exact mode; greedy and sampled."""
     model, tokenizer = load_wide(arguments)
     decoder = Decoder(model, tokenizer, exact=True)
-    price = price_of(decoder)
-    CONSOLE.print(price)
     small = HFModel(first_layers(model, 3))
     tried: dict[str, Method] = {
         "jacobi": Jacobi(),
@@ -494,22 +499,131 @@ def exact(arguments: argparse.Namespace) -> None:
     for name, counts in equal.items():
         table.add_row(name, *(f"{count} of {len(questions)}" for count in counts))
     print(decoder.engine.name)
-    CONSOLE.print(price, table)
+    CONSOLE.print(table)
 
 
-def price_of(decoder: Decoder) -> Table:
-    """What a step costs in exact mode, and in normal mode."""
-    kinds = [f"{rows} rows, {mode}" for rows in PRICED for mode in ("normal", "exact")]
-    price = Table("ms a step, graph alone", *kinds)
-    normal = engine_for(decoder.model, "graphs")
-    for length in (256, 1024, 4096):
-        times = []
-        for rows, engine in itertools.product(PRICED, (normal, decoder.engine)):
-            assert isinstance(engine, GraphEngine)
-            score_time(engine, rows, length, repeats=2)
-            times.append(replay_time(engine, rows, length))
-        price.add_row(f"{length} tokens of context", *(f"{value:.2f}" for value in times))
-    return price
+def prices(arguments: argparse.Namespace) -> None:
+    """A step's graph in exact mode and without: both in one process, replayed in turn. 8B, and 7B cost with --model."""
+    models = {"8B shape": llama_8b} if arguments.each else {}
+    if arguments.model:
+        models["7B cost"] = lambda: load_wide(arguments)[0]
+    for name, make in models.items():
+        model = make()
+        fast = engine_for(HFModel(model), "graphs", memory=0.2)
+        exactly = engine_for(HFModel(model), exact=True, memory=0.2)
+        print(f"{name}: {exactly.name}", flush=True)
+        table = Table("tokens", *(f"{rows} rows" for rows in PRICED), title=f"{name}: ms fast, exact, price")
+        for length in (256, 1024, 8192):
+            cells = []
+            for rows in PRICED:
+                for engine in (fast, exactly):
+                    score_time(engine, rows, length, repeats=1)
+                times = [[replay_time(engine, rows, length, 1) for engine in (fast, exactly)] for _ in range(15)]
+                before, after = (statistics.median(kind) for kind in zip(*times, strict=True))
+                cells.append(f"{before:.2f}, {after:.2f}, {after / before - 1:+.1%}")
+            table.add_row(str(length), *cells)
+            print(length, cells, flush=True)
+        CONSOLE.print(table)
+        del model, fast, exactly, engine
+        torch.cuda.empty_cache()
+
+
+def texts(arguments: argparse.Namespace) -> None:
+    """Every method's texts against plain decoding's one at a time, in exact mode; --together at the same time.
+
+    With several, texts join at random times, and every fifth is written twice: one of the two is cancelled on its way.
+    """
+    model, tokenizer = load_wide(arguments)
+    decoder = Decoder(model, tokenizer, exact=True, method=Autoregressive())
+    print(decoder.engine.name, flush=True)
+    own = with_heads(AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32), arguments.times)
+    tried: dict[str, Method] = {
+        "plain": Autoregressive(),
+        "jacobi": Jacobi(),
+        "prompt-lookup": PromptLookup(priced=False),
+        "lookahead": Lookahead(window=7, ngram=4, guesses=7),
+        "draft-model": DraftModel(model=HFModel(first_layers(model, 3)), length=4),
+        "auto": Auto(heads=False),
+        **{name: own[name] for name in ("medusa (16 rows)", "hydra (16 rows)", "amphista with lookup (64 rows)")},
+        **{name: own[name] for name in ("adadecode (γ 0.75)", "self-speculative (20)")},
+    }
+    tried = {
+        name: method for name, method in tried.items() if not arguments.only or name.startswith(tuple(arguments.only))
+    }
+    prompts = [decoder.encode(question["text"]) for question in spec_bench(arguments.data, arguments.each)]
+    samplings = {
+        "greedy": [Sampling()] * len(prompts),
+        "T = 0.8": [Sampling(temperature=0.8, seed=seed) for seed in range(len(prompts))],
+    }
+    expected = {
+        kind: written_together(decoder, Autoregressive(), prompts, 1, arguments.tokens, given)[0]
+        for kind, given in samplings.items()
+    }
+    table = Table("method", "texts together", *samplings)
+    for most in arguments.together:
+        for name, method in tried.items():
+            ready, cells = decoder.prepare(method), []
+            for kind, given in samplings.items():
+                start = time.perf_counter()
+                found = joined_at_random(decoder, ready, prompts, most, arguments.tokens, given)
+                same = sum(text == known for text, known in zip(found, expected[kind], strict=True))
+                cells.append(f"{same} of {len(prompts)}, {time.perf_counter() - start:.0f} s")
+            table.add_row(name, str(most), *cells)
+            print(name, most, cells, flush=True)
+    CONSOLE.print(table)
+
+
+def joined_at_random(
+    decoder: Decoder, method: Method, prompts: list[list[int]], most: int, tokens: int, samplings: list[Sampling]
+) -> list[list[int]]:
+    """What is written after each prompt."""
+    rng, batch = random.Random(most), decoder.batch(most)
+    waiting = [*range(len(prompts)), *(range(0, len(prompts), 5) if most > 1 else ())]
+    if most > 1:
+        rng.shuffle(waiting)
+    written: dict[int, list[int]] = {}
+    whose: dict[int, int] = {}
+    left: dict[int, int] = {}  # steps until a text is cancelled
+
+    def join() -> None:
+        place = waiting.pop()
+        number = batch.add(prompts[place], method=method, max_new_tokens=tokens, sampling=samplings[place])
+        if place in whose.values():
+            left[number] = rng.randrange(1, 30)
+        else:
+            whose[number], written[number] = place, []
+
+    while waiting:
+        for _ in range(min(len(waiting), max(1, most // 2))):
+            join()
+        for number, step in batch:
+            if isinstance(step, Exception):
+                raise step
+            if number in whose:
+                written[number] += step.tokens
+            else:
+                left[number] -= 1
+                if not left[number]:
+                    batch.cancel(number)
+            if waiting and rng.random() < 0.2:
+                join()
+    return [text for _, text in sorted((whose[number], text) for number, text in written.items())]
+
+
+def digest(arguments: argparse.Namespace) -> None:
+    """A digest of the logits of plain decoding in exact mode; and whether lookahead has the same."""
+    model, tokenizer = load_wide(arguments)
+    decoder = Decoder(model, tokenizer, exact=True, method=Autoregressive())
+    print(decoder.engine.name, torch.cuda.get_device_name(), torch.__version__, flush=True)
+    found: dict[str, list[str]] = {"plain": [], "lookahead": []}
+    for question in spec_bench(arguments.data, 1):
+        prompt = decoder.encode(question["text"])
+        for name, method in (("plain", Autoregressive()), ("lookahead", Lookahead())):
+            _, rows = recorded(decoder, method, prompt, Sampling(), 32)
+            data = torch.stack(rows).float().cpu().contiguous().numpy().tobytes()
+            found[name].append(hashlib.sha256(data).hexdigest())
+    print("lookahead has the same bits:", found["lookahead"] == found["plain"])
+    print("digest:", hashlib.sha256("".join(found["plain"]).encode()).hexdigest())
 
 
 def recorded(
@@ -695,15 +809,35 @@ def first_layers(model: Any, count: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["shape", "wide", "exact", "batch", "ablation", "exits", "reproduce"])
+    parser.add_argument(
+        "what",
+        choices=[
+            "shape",
+            "wide",
+            "kernels",
+            "prices",
+            "exact",
+            "texts",
+            "digest",
+            "batch",
+            "ablation",
+            "exits",
+            "reproduce",
+        ],
+    )
     parser.add_argument("--model", help="the embedded model's folder")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", help="pieces of the embedded model's file, to make --model from"
     )
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
-    parser.add_argument("--each", type=int, default=4, help="prompts of each of the six tasks")
+    parser.add_argument(
+        "--each", type=int, default=4, help="prompts of each of the six tasks; for prices 0: not the 8B shape"
+    )
     parser.add_argument("--every", type=int, default=4, help="transformers runs on every so many prompts")
-    parser.add_argument("--only", nargs="+", help="for wide: plain, and what begins so (transformers too)")
+    parser.add_argument(
+        "--only", nargs="+", help="for wide: plain, and what begins so (transformers too); for kernels: which"
+    )
+    parser.add_argument("--together", type=int, nargs="+", default=[1], help="for texts: so many at the same time")
     parser.add_argument("--samples", action="store_true", help="for shape: say where the time to the first token goes")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="new tokens, for exact, batch and reproduce")
     parser.add_argument("--slots", type=int, default=65536, help="of the pool, for batch")
@@ -725,7 +859,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here")
-    if arguments.what in ("wide", "exact", "batch", "reproduce") and not (
+    if arguments.what in ("wide", "exact", "texts", "digest", "batch", "reproduce") and not (
         arguments.model and arguments.data and arguments.data.is_file()
     ):
         parser.error(f"{arguments.what} needs --model and --data")
@@ -735,8 +869,8 @@ def main() -> None:
         parser.error(f"{arguments.what} needs --out")
     if arguments.what == "exits" and not arguments.prompts:
         parser.error("exits needs --prompts")
-    parts = (shape, wide, exact, batch, ablation, exits, reproduce)
-    {part.__name__: part for part in parts}[arguments.what](arguments)
+    parts = (shape, wide, prices, exact, texts, digest, batch, ablation, exits, reproduce)
+    {"kernels": kernel_checks, **{part.__name__: part for part in parts}}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

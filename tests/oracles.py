@@ -34,10 +34,32 @@ def history(text: Sequence[int], longest: int, depth: int, places: int, floor: f
         while len(ahead) < depth:  # behind the end of the text the match begins again
             ahead += text[place + 1 :]
         follows.append((length, tuple(ahead[:depth])))
+    return _paths(follows, longest, floor)
+
+
+def store(
+    text: Sequence[int], earlier: Sequence[Sequence[int]], longest: int, depth: int, places: int, floor: float
+) -> dict[Path, float]:
+    """The same from earlier texts, the newest last. Behind the end of one there is nothing."""
+    found = []
+    for number, other in enumerate(earlier):
+        for place in range(len(other)):
+            length = 0
+            while length < min(longest, place + 1, len(text)) and other[place - length] == text[-1 - length]:
+                length += 1
+            if length:
+                found.append((length, number, place))
+    best = sorted(found, reverse=True)[:places]
+    follows = [(length, tuple(earlier[number][place + 1 :][:depth])) for length, number, place in best]
+    return _paths(follows, longest, floor)
+
+
+def _paths(follows: Sequence[tuple[int, Path]], longest: int, floor: float) -> dict[Path, float]:
+    """The chance of each path that followed a match of such a length."""
     chances: dict[Path, float] = {}
     for _, path in follows:
         product = 1.0
-        for at in range(1, depth + 1):
+        for at in range(1, len(path) + 1):
             product *= _next_chance(follows, path[:at], longest)
             if product >= floor:
                 chances[path[:at]] = product
@@ -48,7 +70,7 @@ def _next_chance(follows: Sequence[tuple[int, Path]], path: Path, longest: int) 
     """The chance of the last token of a path behind the others. Longer matches are believed first."""
     before = len(path) - 1
     # Of places that have followed the path: how long their match has grown, and whether they go on as it does.
-    votes = [(length + before, way[before] == path[-1]) for length, way in follows if way[:before] == path[:-1]]
+    votes = [(length + before, way[: before + 1] == path) for length, way in follows if way[:before] == path[:-1]]
     chance, belief = 0.0, 1.0
     for least, trust in reversed(TRUST.items()):
         heard = [agrees for length, agrees in votes if length >= least]

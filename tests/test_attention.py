@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from outpace.draft import Draft, Tree
+from outpace.draft import Draft, Tree, chain
 from outpace.models import attention
 from outpace.pool import Packed, Pool, Rows
 
@@ -173,39 +173,121 @@ def test_a_tree_of_one_path_is_a_chain() -> None:
     ]
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
+SCRATCH, FAR = 600, 16  # a slot that nobody has; how far rows may reach behind the text
+
+
+class Written:
+    """Keys, values and queries of some texts, by position; the slots are scattered."""
+
+    def __init__(self, texts: int, window: int = 0, heads: int = 2, key_heads: int = 1, size: int = 16) -> None:
+        torch.manual_seed(texts)
+        self.window, self.dtype = window, torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        length = SCRATCH // texts
+        self.keys, self.values = self._numbers(2, 1, key_heads, SCRATCH + 1, size).unbind()
+        self.query = 2 * self._numbers(texts, heads, length, size)
+        self.slots = torch.randperm(SCRATCH, device=DEVICE)[: texts * length].view(texts, length)
+
+    def _numbers(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE).to(self.dtype)
+
+    def attend(self, rows: list[tuple[int, int]], pasts: list[int], fill: int = 0, packed: int = 0) -> torch.Tensor:
+        """[rows, heads, size] of rows (text, position). Those of a text come one after the other.
+
+        Behind `pasts` they are on one path; the text has what is before. Rows that fill up are of no text.
+        """
+        texts, count = [*(text for text, _ in rows), *[0] * fill], len(rows) + fill
+        empty = len(pasts)
+        whose = torch.tensor([text for text, _ in rows] + [empty if packed else 0] * fill, device=DEVICE)
+        at = [*(position for _, position in rows), *[0 if packed else pasts[0]] * fill]
+        tree = torch.full((count, FAR), SCRATCH, device=DEVICE)
+        slots = torch.full((count,), SCRATCH, device=DEVICE)
+        tiles = list[tuple[int, int, int]]()
+        for text, past in enumerate(pasts):
+            mine = [row for row in range(len(rows)) if rows[row][0] == text]
+            for row in mine:
+                slots[row] = self.slots[text, at[row]]
+                tree[row, : max(0, at[row] + 1 - past)] = self.slots[text, past : at[row] + 1]
+            tiles += [(start, min(start + packed, mine[-1] + 1), 0) for start in mine[:: packed or count]]
+        tiles += [(start, start + 1, 0) for start in range(len(rows), count)]
+        listed = torch.zeros(empty + 1, self.slots.shape[1], dtype=torch.long, device=DEVICE)
+        listed[:empty] = self.slots[:empty]
+        seen = attention.SlotLists(
+            text=listed,
+            length=torch.tensor([*pasts, 0], device=DEVICE),
+            whose=whose,
+            tiles=torch.tensor(tiles, device=DEVICE).T.flatten(),
+            positions=torch.tensor(at, device=DEVICE),
+            slots=slots,
+            tree=tree,
+            span=1024,
+            packed=packed,
+            exact=True,
+            window=self.window,
+        )
+        query = self.query[texts, :, at].transpose(0, 1)[None]
+        found = torch.ops.outpace.slot_attention(query, self.keys, self.values, *seen, 0.25, 0.0)
+        return found[0, : len(rows)]
+
+
+@pytest.fixture
+def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two lengths, with a few of them in a group."""
+    for name, value in {"FINE": 64, "COARSE": 128, "TURN": 128, "TOGETHER": 2}.items():
+        monkeypatch.setattr(attention, name, value)
+
+
+by_kernel = pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
+JOINED, APART = 0.0, 1e9  # for attention.JOIN
+
+
+@by_kernel
+@pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("window", [0, 100])
 def test_exact_rows_have_the_same_bits_wherever_the_text_ends(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain of rows against one row at a time, over borders of blocks and of splits, fine and coarse."""
-    monkeypatch.setattr(attention, "TURN", 256)
-    torch.manual_seed(0)
-    rows, ahead, scratch = 16, 13, 600
-    keys, values = torch.randn(2, 1, 1, scratch + 1, 16, device=DEVICE)
-    query = torch.randn(1, 2, 600, 16, device=DEVICE)
-    slots = torch.randperm(600, device=DEVICE)
+    """A path against rows alone, over borders of blocks, splits and groups, by programs that walk one split or more."""
+    written = Written(1, window)
+    for past, count in ((0, 2), (55, 13), (127, 3), (250, 8), (383, 4)):
+        monkeypatch.setattr(attention, "JOIN", JOINED)
+        together = written.attend([(0, past + row) for row in range(count)], [past], fill=2)
+        monkeypatch.setattr(attention, "JOIN", APART)
+        for row in {0, 1, count - 1, 64 - past % 64, 63 - past % 64} & {*range(count)}:
+            alone = written.attend([(0, past + row)], [past + row])
+            assert torch.equal(alone[0], together[row]), (past, row)
 
-    def attend(past: int, count: int) -> torch.Tensor:
-        positions = torch.full((rows,), past, device=DEVICE)
-        positions[:count] += torch.arange(count, device=DEVICE)
-        tree = torch.full((rows, 16), scratch, device=DEVICE)
-        tree[:count, :count] = slots[past : past + count]
-        nothing = torch.zeros(2, dtype=torch.long, device=DEVICE)
-        seen = attention.SlotLists(
-            text=slots[None],
-            length=torch.tensor([past], device=DEVICE),
-            whose=nothing,
-            tiles=nothing,
-            positions=positions,
-            slots=tree[:, 0],
-            tree=tree,
-            span=64 if past <= 64 else 1024,
-            packed=0,
-            exact=True,
-            window=window,
-        )
-        return torch.ops.outpace.slot_attention(query[:, :, positions], keys, values, *seen, 0.25, 0.0)[0, :count]
 
-    for past in (0, 55, 127, 250, 505):
-        together = attend(past, ahead)
-        for row in {0, 1, ahead - 1, 64 - past % 64, 63 - past % 64} & {*range(ahead)}:
-            assert torch.equal(attend(past + row, 1)[0], together[row]), (past, row)
+@by_kernel
+@pytest.mark.usefixtures("_short_splits")
+@pytest.mark.parametrize("join", [JOINED, APART])
+def test_exact_rows_have_the_same_bits_beside_other_texts(join: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of three texts: a path that passes a border, a text that is read, and one row."""
+    written = Written(3)
+    monkeypatch.setattr(attention, "JOIN", join)
+    rows = [*((0, 125 + row) for row in range(5)), *((1, row) for row in (60, 61, 62, 63, 64)), (2, 7)]
+    together = written.attend(rows, [125, 65, 7], fill=1, packed=4)
+    monkeypatch.setattr(attention, "JOIN", APART)
+    for row in (0, 2, 3, 4, 5, 8, 9, 10):
+        text, position = rows[row]
+        alone = written.attend([(text, position)], [*[0] * text, position], packed=1)
+        assert torch.equal(alone[0], together[row]), row
+
+
+@by_kernel
+@pytest.mark.usefixtures("_short_splits")
+def test_exact_branches_have_the_bits_of_their_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree whose branches pass the border of a block, against each path alone, in other slots."""
+    rng, past, size = random.Random(1), 126, 16
+    draft = Draft(tuple(range(9)), (-1, 0, 0, 1, 2, 3, 4, 4, 0), 9, ("",) * 9)
+    pool, rows = placed(past, draft, rng)
+    query, (keys, values) = torch.randn(1, 2, 9, size), torch.randn(2, 1, 1, pool.capacity + 1, size)
+    query, keys, values = (part.to(DEVICE) for part in (query, keys, values))
+    options = (1 / math.sqrt(size), 0.0)
+    found = torch.ops.outpace.slot_attention(query, keys, values, *lists(pool, rows, 0, True), *options)
+    for row in range(9):
+        path = [other for other in range(9) if rows.among[row, other]]
+        alone = chain(0, range(1, len(path)), "")
+        moved, single = placed(past, alone, rng)
+        near, far = torch.randn(2, 1, 1, moved.capacity + 1, size).to(DEVICE)
+        here, there = [*rows.text, *rows.slots[path].tolist()], [*single.text, *single.slots.tolist()]
+        near[:, :, there], far[:, :, there] = keys[:, :, here], values[:, :, here]
+        mine = torch.ops.outpace.slot_attention(query[:, :, path], near, far, *lists(moved, single, 0, True), *options)
+        assert torch.equal(mine[0, -1], found[0, row]), row

@@ -123,21 +123,21 @@ def arms_of(sizes: Sizes, times: dict[tuple[int, bool], float]) -> list[Arm]:
     return arms
 
 
-def trees(*tokens: float) -> list[list[float]]:
-    """Trees that are expected to bring so many tokens with 64 rows and 16, with all sources and with free ones."""
-    return [[1, 1, 1, 1, few, few, most] for most, few in zip(tokens[::2], tokens[1::2], strict=True)]
+def trees(most: float, few: float, free: float) -> list[float]:
+    """Trees that are expected to bring so many tokens with 64 rows and with 16, and of free guesses in both."""
+    return [*(1, 1, 1, 1, few, few, most), *(1, 1, 1, 1, free, free, free), free - 1]
 
 
 def test_a_size_is_chosen_by_what_it_brings_and_costs() -> None:
     sizes = Sizes()
-    arms = arms_of(sizes, {(1, False): 1.0, (16, False): 1.1, (64, False): 1.2})
+    arms = arms_of(sizes, {(1, False): 1.0, (16, False): 1.05, (64, False): 1.2})
     gains = sizes.begin()
     assert sizes.choose([gains], arms).rows == 64
     for _ in range(200):
-        gains.learn(trees(2, 2, 2, 2), arms[2], 2, 2)
+        gains.learn(trees(2, 2, 2), arms[2], 2, 2)
     assert sizes.choose([gains], arms).rows == 16
     for _ in range(200):
-        gains.learn(trees(2, 2, 2, 2), arms[2], 1, 1)  # none of them is right
+        gains.learn(trees(2, 2, 2), arms[2], 1, 1)  # none of them is right
     chosen = [sizes.choose([gains], arms).rows for _ in range(600)]
     assert {*chosen} == {1, 64}
     assert 600 // LONGEST <= chosen.count(64) <= 10  # now and then, and ever more seldom
@@ -151,10 +151,10 @@ def test_heads_are_left_out_where_they_bring_less_than_they_cost() -> None:
     arms = arms_of(sizes, {(1, False): 1.0, (64, False): 1.2, (64, True): 1.5})
     gains = sizes.begin()
     for _ in range(200):
-        gains.learn(trees(4, 3, 2, 2), arms[2], tokens=4, free=2)
+        gains.learn(trees(4, 3, 2), arms[2], tokens=4, free=2)
     assert sizes.choose([gains], arms).costly  # twice the tokens for a quarter more time
     for _ in range(200):
-        gains.learn(trees(4, 3, 4, 3), arms[2], tokens=4, free=4)
+        gains.learn(trees(4, 3, 4), arms[2], tokens=4, free=4)
     assert sizes.choose([gains], arms) == arms[1]  # others have guessed all of it
     for _ in range(99):
         sizes.timed(arms[2].kind, 1.21)
@@ -208,9 +208,14 @@ def test_what_trees_may_bring_is_the_sum_of_the_chances_of_their_guesses(draw: r
     offers = [offer._replace(sources=1 + number % 2, costly=number % 2 == 0) for number, offer in enumerate(nodes)]
     table = torch.tensor(Chances(["model", "one", "two"]).table())
     room = torch.full((lanes,), 9)
+    tree = plant(torch.arange(lanes), offers, 8, room, table=table)
+    expected = tree.expected
+    assert expected is not None
+    for lane in range(lanes):
+        paths = [int(tree.hashes[lane, row]) for row in range(1, 8) if tree.valid[lane, row]]
+        hoped = sum(likeliest_of(offers[1::2], lane, path, table) for path in paths)
+        assert abs(float(expected[lane, -1]) - hoped) < 0.01 * (1 + hoped)
     for kind, some in enumerate((offers, offers[1::2])):
-        expected = plant(torch.arange(lanes), offers, 8, room, table=table).expected
-        assert expected is not None
         for place, cut in enumerate(CUTS):
             rows = plant(torch.arange(lanes), some, cut, room, table=table) if some and cut > 1 else None
             for lane in range(lanes):
@@ -218,7 +223,8 @@ def test_what_trees_may_bring_is_the_sum_of_the_chances_of_their_guesses(draw: r
                 for row in range(1, cut) if rows else ():
                     if rows is not None and rows.valid[lane, row]:
                         right += likeliest_of(some, lane, int(rows.hashes[lane, row]), table)
-                assert abs(expected[lane, kind, place] - 1 - right) < 0.01 * (1 + right)  # but for what depth takes off
+                brings = float(expected[lane, kind * len(CUTS) + place])
+                assert abs(brings - 1 - right) < 0.01 * (1 + right)  # but for what depth takes off
 
 
 def likeliest_of(offers: list[Any], lane: int, path: int, table: torch.Tensor) -> float:
@@ -228,7 +234,7 @@ def likeliest_of(offers: list[Any], lane: int, path: int, table: torch.Tensor) -
         hashes = offer.paths[lane].gather(1, offer.depths[lane, :, None])[:, 0]
         said = offer.chances[lane][hashes == path]
         found += believed(said[None], torch.full_like(said[None], offer.sources, dtype=torch.long), table)[0].tolist()
-    return math.exp(max(found))
+    return math.exp(max(found, default=NEVER))
 
 
 @pytest.mark.parametrize("heads", [None, "medusa", "hydra", "amphista"])

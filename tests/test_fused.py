@@ -16,7 +16,7 @@ from outpace.models.hf import HFModel
 from outpace.picking import likeliest
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.sizes import Sizes
-from outpace.sources.history import History
+from outpace.sources.history import BETWEEN, History
 from outpace.sources.recycle import Recycle
 from outpace.step import fused
 from outpace.step.choosing import Choices
@@ -49,6 +49,7 @@ METHODS: dict[str, Method] = {
     "lookahead one column": Lookahead(window=1, ngram=2, guesses=5),
     "lookahead one guess": Lookahead(window=2, ngram=3, guesses=1, prompt_pool=False),
     "auto": Auto(heads=False, rows=16),
+    "auto with a store": Auto(heads=False, rows=16, store=100),
     "lookahead deep": Lookahead(window=3, ngram=5, guesses=6, longest_key=2, reach=4),
 }
 
@@ -60,6 +61,8 @@ def steps_of(
     kernels: bool,
     samplings: Sequence[Sampling] = (Sampling(),) * 3,
     tokens: int = 16,
+    turns: int = 1,
+    exact_rows: int = 0,
 ) -> list[list[Any]]:
     """Everything that the steps of some texts did."""
     with monkeypatch.context() as patch:
@@ -69,15 +72,18 @@ def steps_of(
         patch.setattr(attention, "INTERPRET", False)  # it has tests of its own, and takes minutes
         model = tiny("Llama").to(DEVICE)
         decoder = Decoder(model)
-        decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=2048)
+        decoder.engine = GraphEngine(HFModel(model), compiled=False, exact_rows=exact_rows, capacity=2048)
         batch = decoder.batch()
         ready = decoder.prepare(method)
-        for number in range(texts):
-            batch.add(prompt_of(number), method=ready, max_new_tokens=tokens, sampling=samplings[number])
-        found: list[list[Any]] = [[] for _ in range(texts)]
-        for number, step in batch:
-            assert not isinstance(step, Exception), step
-            found[number].append((step.tokens, step.rows, step.draft.tokens, step.draft.parents, step.draft.sources))
+        found: list[list[Any]] = [[] for _ in range(texts * turns)]
+        for turn in range(turns):
+            for number in range(texts):
+                batch.add(prompt_of(number), method=ready, max_new_tokens=tokens + turn, sampling=samplings[number])
+            for number, step in batch:
+                assert not isinstance(step, Exception), step
+                found[number].append(
+                    (step.tokens, step.rows, step.draft.tokens, step.draft.parents, step.draft.sources)
+                )
         assert decoder.engine.pool.held == 0
         known = [entry[-1].sizes.begin() for entry in decoder.engine._programs]  # what trees have brought
         found += [[round(gains.tokens(16, costly), 3) for costly in (True, False)] for gains in known]
@@ -95,8 +101,14 @@ def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypat
         method = Auto(heads=random_heads("amphista", tiny("Llama")), rows=16)
     elif method is None:
         method = method_for(name, random_heads(name, tiny("Llama")), rows=16, recycled=5)
-    expected = steps_of(method, texts, monkeypatch, kernels=False)
-    assert steps_of(method, texts, monkeypatch, kernels=True) == expected
+    turns = 1 + ("store" in name)
+    expected = steps_of(method, texts, monkeypatch, kernels=False, turns=turns)
+    assert steps_of(method, texts, monkeypatch, kernels=True, turns=turns) == expected
+
+
+def test_kernels_plant_for_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = steps_of(METHODS["lookahead"], 3, monkeypatch, kernels=False)
+    assert steps_of(METHODS["lookahead"], 3, monkeypatch, kernels=True, exact_rows=128) == expected
 
 
 ALL = Sampling(temperature=1.2, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.3, logit_bias={1: 3.0}, seed=3)
@@ -264,16 +276,32 @@ def test_history(longest: int, depth: int, places: int, monkeypatch: pytest.Monk
     texts.tokens[2] = torch.arange(span) % 7
     texts.tokens[3, 600:] = texts.tokens[3, :600]
     texts.lengths.copy_(torch.tensor([1, 50, 40, 700, 1190]))
-    source = History(longest, depth, places, "history", device, floor=0.001 if depth == 5 else 0.0)
-    found = []
+    floor = 0.001 if depth == 5 else 0.0
+    assert guessed_by_both(History(longest, depth, places, "history", device, floor), texts, monkeypatch)
+    guessed = 0
+    for size in (1, 700, 2100):  # earlier texts, of up to three blocks
+        store = torch.randint(BETWEEN, 3, (size,), device=device)
+        store[size // 2 : size // 2 + 50] = texts.tokens[3, 660:710][:size]
+        store[-1] = BETWEEN
+        source = History(longest, depth, places, "store", device, floor, store)
+        guessed += guessed_by_both(source, texts, monkeypatch)
+    assert guessed or places == 1  # where that is the end of a text
+
+
+def guessed_by_both(source: History, texts: Texts, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many guesses kernels and torch have in common: all."""
+    device, depth, found = texts.device, source.deepest, list[Nodes]()
     for kernels in (False, True):
         monkeypatch.setattr(fused, "usable", lambda device, kernels=kernels: kernels)
         found += source.guess(texts, texts.lengths)
-    assert assert_same_nodes(*found)
+    if found[0].tokens.shape != found[1].tokens.shape:  # where there are fewer places, kernels have some in vain
+        assert (found[1].chances[:, found[0].tokens.shape[1] :] == NEVER).all()
+        found[1] = Nodes(*(part[:, : found[0].tokens.shape[1]] for part in found[1][:4]), found[1].sources)
     assert torch.equal(found[0].depths, found[1].depths)
     paths = [nodes.paths * (torch.arange(depth + 1, device=device) <= nodes.depths[..., None]) for nodes in found]
     there = found[0].chances > NEVER
     assert torch.equal(paths[0][there], paths[1][there])
+    return assert_same_nodes(*found)
 
 
 @pytest.mark.parametrize("words", [50, 4096, 9000])

@@ -36,19 +36,74 @@ def test_the_kernel_computes_the_product(rows: int, outputs: int, inputs: int, b
 
 
 @by_descriptors
-@pytest.mark.parametrize("rows", [1, 33, 64, 128])
-@pytest.mark.parametrize(
-    ("each", "splits", "bias"), [(64, 1, False), (64, 1, True), (64, 2, False), (64, 5, True), (128, 3, True)]
-)
-def test_parts_make_up_the_product(rows: int, each: int, splits: int, bias: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 33, 128, 150])
+@pytest.mark.parametrize(("each", "parts", "bias"), [(64, 1, True), (64, 2, False), (64, 5, True), (128, 3, True)])
+def test_parts_make_up_the_product(
+    rows: int, each: int, parts: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "parts_of", lambda outputs, inputs: (each, parts))
     torch.manual_seed(rows)
-    outputs, inputs = 1152, 896
+    outputs, inputs = 384, 896
     states, weight = numbers(1, rows, inputs).to(DTYPE), numbers(outputs, inputs).to(DTYPE)
     added = numbers(outputs).to(DTYPE) if bias else None
-    found = narrow.launch_split(states, weight, added, each, splits)
+    found = narrow.launch_tiles(states, weight, added)
     assert found.shape == (1, rows, outputs)
     expected = F.linear(states.double(), weight.double(), None if added is None else added.double())
     torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(DTYPE).eps, atol=1e-3)
+
+
+def numbers_that_tell(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """States and weights whose sums tell in which parts they were added up: huge numbers swallow small ones.
+
+    There is one number for each block of inputs, so that it does not matter how a block is added up.
+    """
+    choices = torch.tensor([2.0**26, -(2.0**26), 2.0**24, 3.0, 1.0, -1.0])
+    weight = torch.zeros(outputs, inputs)
+    weight[:, :: narrow.BLOCK] = choices[torch.randint(6, (outputs, inputs // narrow.BLOCK))]
+    states = torch.randint(1, 3, (rows, inputs)).float()
+    return states.to(DEVICE, DTYPE), weight.to(DEVICE, DTYPE)
+
+
+def added_up(states: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """Block by block within each part, then the parts."""
+    blocks = [
+        (s[:, None].double() * w.double()).sum(-1)
+        for s, w in zip(states.split(narrow.BLOCK, 1), weight.split(narrow.BLOCK, 1), strict=True)
+    ]
+    each, total = -(-len(blocks) // parts), torch.zeros(len(states), len(weight), device=DEVICE)
+    for start in range(0, len(blocks), each):
+        part = torch.zeros_like(total)
+        for block in blocks[start : start + each]:
+            part = (part.double() + block).float()
+        total += part
+    return total.to(DTYPE)
+
+
+@pytest.mark.skipif(not attention.INTERPRET, reason="not interpreted; a GPU rounds these sums in a way of its own")
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_product_is_split_in_the_same_way_for_every_number_of_rows(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    states, weight = numbers_that_tell(150, 128, 1024)
+    monkeypatch.setattr(narrow, "parts_of", lambda outputs, inputs: (64, parts))
+    expected = added_up(states, weight, parts)
+    assert all(not torch.equal(expected, added_up(states, weight, other)) for other in {1, 2, 3} - {parts})
+    for launch, counts in ((narrow.launch, (1, 7, 32)), (narrow.launch_tiles, (1, 33, 64, 128, 150))):
+        for count in counts:
+            assert torch.equal(launch(states[:count], weight, None), expected[:count]), (launch, count)
+
+
+@pytest.mark.skipif(not CAPABLE, reason="needs an H100 or later")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4608, 12288), (6144, 4096), (4608, 4608)])
+def test_a_row_has_the_same_bits_beside_any_number_of_rows(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear = narrow.NarrowLinear(nn.Linear(inputs, outputs).to(DEVICE, dtype), always=True)
+    states = numbers(600, inputs).to(dtype)
+    expected = torch.cat([linear(states[row : row + 1]) for row in range(600)])
+    for count in (2, 8, 16, 17, 32, 33, 48, 64, 65, 100, 128, 129, 256, 300, 512, 600):
+        assert torch.equal(linear(states[:count]), expected[:count]), count
 
 
 @pytest.mark.parametrize(
@@ -66,7 +121,7 @@ def test_parts_make_up_the_product(rows: int, each: int, splits: int, bias: bool
 def test_programs_share_inputs_as_far_as_that_keeps_a_gpu_busy(
     outputs: int, inputs: int, expected: tuple[int, int]
 ) -> None:
-    assert narrow.shares(outputs, inputs, processors=132) == expected
+    assert narrow.parts_of(outputs, inputs, processors=132) == expected
 
 
 @by_kernel
@@ -100,7 +155,7 @@ def test_maps_of_more_rows_are_computed_in_parts(rows: int, calls: int, monkeypa
     linear = nn.Linear(4096, 4096).to(DEVICE, DTYPE)
     states = numbers(1, rows, 4096).to(DTYPE)
     made = []
-    launch = narrow.launch_split
-    monkeypatch.setattr(narrow, "launch_split", lambda *given: made.append(given) or launch(*given))
+    launch = narrow.launch_tiles
+    monkeypatch.setattr(narrow, "launch_tiles", lambda *given: made.append(given) or launch(*given))
     torch.testing.assert_close(narrow.NarrowLinear(linear)(states), linear(states), rtol=0.02, atol=0.02)
     assert len(made) == calls

@@ -101,11 +101,15 @@ def write(
     with engine.pool.sequence(prompt, share, extras.salt, reader) as sequence:
         sequence.written = extras.written
         place = None if program is None else program.reserve(sequence, sampling, limit)
-        if place is not None:
-            yield from _by_program(engine, program, place, sequence, sampling, stop)
-            return
-        with method.start(engine, sequence, picker) as drafter:
-            yield from _by_drafter(engine, drafter, sequence, picker, stop, extras)
+        text = sequence.tokens if place is None else [*prompt]
+        try:
+            if place is not None:
+                yield from _by_program(engine, program, place, sequence, sampling, stop, text)
+                return
+            with method.start(engine, sequence, picker) as drafter:
+                yield from _by_drafter(engine, drafter, sequence, picker, stop, extras)
+        finally:
+            method.remember(engine.model, text)
 
 
 def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop, extras: Extras) -> Text:
@@ -145,9 +149,12 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
         reused = 0
 
 
-def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop) -> Text:
-    """The loop where a whole step runs without the host: it is asked for, and what it left is read."""
-    written, finish, reused = list[int](), None, 0 if sequence.written else len(sequence.slots)
+def _by_program(
+    engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop, text: list[int]
+) -> Text:
+    """The loop where a whole step runs without the host: it is asked for, and what it left is read. `text` grows."""
+    finish: str | None = None
+    reused = 0 if sequence.written else len(sequence.slots)
     seen: list[Any] = []
     try:
         try:
@@ -168,12 +175,13 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
                 finish = stop(token)
                 if finish is not None:
                     break
-            written += stepped.tokens[:count]
-            if finish is None and len(sequence.tokens) + len(written) == place.limit:
+            text += stepped.tokens[:count]
+            if finish is None and len(text) == place.limit:
                 finish = "length"  # the end of the context: the text rests
             if finish is None and stepped.fault:
+                place_of_it = len(text) - len(sequence.tokens) + 1
                 raise InvalidLogits(
-                    f"at new token {len(written) + 1}: the model's logits contain NaN, or every token is ruled out."
+                    f"at new token {place_of_it}: the model's logits contain NaN, or every token is ruled out."
                 )
             verdict = Verdict(stepped.rows[:count], stepped.tokens[:count])
             draft = stepped.draft
@@ -183,7 +191,7 @@ def _by_program(engine: Engine, program: Any, place: Any, sequence: Owner, sampl
             )
             reused = 0
     finally:
-        program.close(place, sequence, written)
+        program.close(place, sequence, text[len(sequence.tokens) :])
 
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import TypeAlias, get_type_hints
+from typing import TypeAlias, get_args, get_type_hints
 
 from ..errors import InputError, UnknownNameError
 
@@ -97,14 +97,15 @@ def _typed(owner: str, settings: Mapping[str, str], kind: type | None) -> dict[s
 
 
 def _convert(owner: str, name: str, value: str, kind: object) -> object:
-    if kind is bool:
+    kinds = get_args(kind) or (kind,)  # a store of texts may be a number
+    if bool in kinds:
         if value.lower() not in ("true", "false"):
             raise InputError(f"{owner}: {name}={value!r} must be true or false.")
         return value.lower() == "true"
-    if kind is int or kind is float:
+    if int in kinds or float in kinds:
         try:
-            return int(value) if kind is int else float(value)
+            return int(value) if int in kinds else float(value)
         except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
+            wanted = "a whole number" if int in kinds else "a number"
             raise InputError(f"{owner}: {name}={value!r} must be {wanted}.") from None
     return value

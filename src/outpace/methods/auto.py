@@ -22,7 +22,7 @@ from ..runtime.costs import CostCurve
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
 from ..sources.heads import likely_paths
-from ..sources.history import PLACES, History
+from ..sources.history import PLACES, STORED, History
 from ..sources.recycle import Recycle
 from .amphista import Amphista
 from .base import Drafter, Method, Size
@@ -30,7 +30,9 @@ from .headed import REACH, Headed, Ready, check_width, guesses_of, load_heads, s
 from .hydra import Hydra
 from .lookahead import Lookahead
 from .medusa import Medusa
+from .ngrams import History as Runs
 from .prompt_lookup import PromptLookup
+from .store import Store, earlier, make_store
 
 LONGEST = 16  # tokens of the text's end that are looked for in it
 FLOOR = 0.02  # the least chance of a guess that the text repeats itself
@@ -57,6 +59,9 @@ class Auto(Method):
     heads: a folder of trained heads. Without one, those that come with Outpace for the model; False for none.
     rows: the most rows of a step.
     carried: whether a text begins with what the model said in the one before it, where tokens come again.
+    store: how many tokens of earlier texts are looked through for guesses, too, the newest; 0 for none. They are those
+        that were written with this very method, on the same decoder, and are kept in memory alone. Where users must not
+        be guessed from each other's texts, give each a method of his own.
     """
 
     name = "auto"
@@ -65,9 +70,11 @@ class Auto(Method):
     heads: Any = None
     rows: int = 64
     carried: bool = True
+    store: Store | int = 0
 
     def __post_init__(self) -> None:
         self.check(rows=(1, 1024))
+        make_store(self)
         if self.heads == "false":  # as `--set auto.heads=false` has it
             object.__setattr__(self, "heads", False)
         if self.heads is True:
@@ -75,7 +82,7 @@ class Auto(Method):
 
     def prepare(self, model: Model) -> Method:
         if not model.branches:  # it computes chains only
-            return PromptLookup(tree=False, rows=self.rows).prepare(model)
+            return PromptLookup(tree=False, rows=self.rows, store=self.store).prepare(model)
         if isinstance(self.heads, Ready) or self.heads is False:
             return self
         if self.heads is None:
@@ -87,14 +94,18 @@ class Auto(Method):
     def plan(self, engine: Engine) -> Plan:
         heads = self.heads.heads if self.heads else None
         left = NODES - PLACES * REACH
+        known = earlier(self.store, engine.model)
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if heads is not None:
                 paths = likely_paths(heads.count, 10, left * 5 // 8)
                 found.append(guesses_of(heads, engine, paths, lanes, 10))
-            found.append(History(LONGEST, REACH, PLACES, "lookup", device, FLOOR))
-            recycled = left - 2 * RUNNERS - sum(source.nodes for source in found[:-1])
+            recycled = left - 2 * RUNNERS - sum(source.nodes for source in found)
+            places = PLACES // 2 if known else PLACES  # the text and the store have half of them each
+            found.append(History(LONGEST, REACH, places, "lookup", device, FLOOR))
+            if known:
+                found.append(History(LONGEST, REACH, places, STORED, device, FLOOR, known.tokens))
             found.append(Recycle(RANKS, max(32, recycled), lanes, device, MEMORY, RUNNERS, self.carried))
             return found
 
@@ -105,12 +116,19 @@ class Auto(Method):
         known: Known | None = engine.notes.get(Auto)
         if known is None:
             known = engine.notes[Auto] = Known(engine)
-        methods = self._methods(known.engine.costs)
+        methods, stored = self._methods(known.engine.costs), earlier(self.store, engine.model)
         if sequence.slots and not _have_read(methods[0], sequence):
             methods = methods[1:]
-        if known.engine.costs is None:
-            return methods[0].start(engine, sequence, picker)
-        return _Drafter(methods, known, sequence, picker)
+        runs = stored.runs if stored else None
+        if known.engine.costs is not None:
+            return _Drafter(methods, known, sequence, picker, runs)
+        drafter = methods[0].start(engine, sequence, picker)
+        drafter.history.earlier = runs
+        return drafter
+
+    def remember(self, model: Model, text: Sequence[int]) -> None:
+        if known := earlier(self.store, model):
+            known.add(text)
 
     def _methods(self, costs: CostCurve | None) -> list[Method]:
         """Single methods that suit such costs of steps, the boldest first."""
@@ -163,9 +181,11 @@ class Known:
 class _Drafter(Drafter):
     """Drafts as one of some methods; where it brings less than it costs, as the next, which is less bold."""
 
-    def __init__(self, methods: Sequence[Method], known: Known, sequence: Text, picker: Picker) -> None:
+    def __init__(
+        self, methods: Sequence[Method], known: Known, sequence: Text, picker: Picker, earlier: Runs | None
+    ) -> None:
         super().__init__(known.engine, sequence, picker)
-        self.methods, self.known = methods, known
+        self.methods, self.known, self.earlier = methods, known, earlier
         assert known.engine.costs is not None
         self.costs = known.engine.costs
         self._begin(known.choose(methods))
@@ -173,6 +193,7 @@ class _Drafter(Drafter):
     def _begin(self, place: int) -> None:
         self.place = place
         self.inner = self.methods[place].start(self.engine, self.sequence, self.picker)
+        self.inner.history.earlier = self.earlier
         self.extends = self.inner.extends
         self.steps, self.tokens, self.cost = 0, 0, 0.0
 

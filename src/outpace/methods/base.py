@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -17,11 +18,13 @@ from ..pool import Sequence
 from ..runtime.costs import Prices
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan
+from .ngrams import History
 
 
 class Drafter(AbstractContextManager["Drafter"]):
     """A method at work on one text. As a context manager it gives back what it holds."""
 
+    history: History  # of those that guess that the text repeats itself
     extends: bool = True  # whether its drafts may get further rows before they are scored
 
     def __init__(self, engine: Engine, sequence: Sequence, picker: Picker) -> None:
@@ -108,6 +111,9 @@ class Method:
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         """Begin a text."""
         raise NotImplementedError
+
+    def remember(self, model: Model, text: Items[int]) -> None:
+        """A text of this model has ended: its tokens, the prompt's included."""
 
     def check(self, **limits: tuple[float, float]) -> None:
         """Raise InputError for a setting of the wrong type or outside its limits, both included.

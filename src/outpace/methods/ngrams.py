@@ -16,7 +16,7 @@ import torch
 from ..draft import Tree
 from ..picking import likeliest
 from ..runtime.costs import Prices
-from ..sources.history import TRUST
+from ..sources.history import BETWEEN, STORED, TRUST
 from ..sources.recycle import NAME as RECYCLED
 
 
@@ -45,7 +45,7 @@ class Recycled:
 
 
 class History:
-    """What came next after each run of up to `longest` tokens in a growing text.
+    """What came next after each run of `shortest` to `longest` tokens in a growing text, or in some: BETWEEN ends one.
 
     >>> history = History(longest=2)
     >>> history.extend([1, 2, 3, 1, 2, 4, 1, 2])
@@ -53,25 +53,45 @@ class History:
     {3: 0.14, 4: 0.14}
     """
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self, longest: int, shortest: int = 1) -> None:
+        self._longest, self._shortest = longest, shortest
+        self.earlier: History | None = None  # of other texts: what came next there is guessed too
         self._end: list[int] = []  # the last tokens of the text
         self._next: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)  # run -> token -> how often
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in new text."""
         for token in tokens:
-            for length in range(1, len(self._end) + 1):
+            if token == BETWEEN:
+                self._end = []
+                continue
+            for length in range(self._shortest, len(self._end) + 1):
                 counts = self._next[tuple(self._end[-length:])]
                 counts[token] = counts.get(token, 0) + 1
             self._end = [*self._end, token][-self._longest :]
+
+    def forget(self, tokens: Sequence[int], count: int) -> None:
+        """Leave out the first `count` tokens taken in. `tokens` are these, and up to `longest` behind them."""
+        for start in range(count):
+            for stop in range(start + 1, min(start + 1 + self._longest, len(tokens))):
+                run, token = tuple(tokens[start:stop]), tokens[stop]
+                if run[-1] == BETWEEN or token == BETWEEN:
+                    break
+                if len(run) < self._shortest:
+                    continue
+                counts = self._next[run]
+                counts[token] -= 1
+                if not counts[token]:
+                    del counts[token]
+                if not counts:
+                    del self._next[run]
 
     def chances(self, end: Sequence[int]) -> dict[int, float]:
         """The chance of each token to follow a text with this end, longer matches first."""
         chances: dict[int, float] = {}
         belief = 1.0
         end = tuple(end)
-        for length in range(min(self._longest, len(end)), 0, -1):
+        for length in range(min(self._longest, len(end)), self._shortest - 1, -1):
             counts = self._next.get(end[-length:])
             if counts:
                 trust = TRUST[min(length, len(TRUST)) - 1]
@@ -95,7 +115,7 @@ class History:
     ) -> float:
         """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
 
-        They come from the text, and from what is `recycled`, the likelier of both.
+        They come from the text, from earlier ones, and from what is `recycled`, the likeliest of them.
 
         Nothing is added where not even the first guess has the chance `gate`. Where the `price` of a step by its rows
         is known, as many are added as give the most expected tokens for it: none, if that is best. Returns how many
@@ -108,6 +128,8 @@ class History:
         def consider(row: int, depth: int, end: tuple[int, ...], chance: float) -> None:
             nonlocal order
             shares = {token: (share, source) for token, share in self.chances(end).items()}
+            for token, share in (self.earlier.chances(end) if self.earlier else {}).items():
+                shares[token] = max(shares.get(token, (0.0, "")), (share, STORED))
             for token, share in (recycled.after(tree.tokens[row]) if recycled else {}).items():
                 shares[token] = max(shares.get(token, (0.0, "")), (share, RECYCLED))
             guesses = [(part * chance, token, by) for token, (part, by) in shares.items() if part * chance > floor]

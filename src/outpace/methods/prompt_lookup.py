@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import torch
+
 from ..draft import Draft, Scores, Tree, Verdict
+from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence
 from ..runtime.plain import Engine
-from ..sources.base import Plan
-from ..sources.history import PLACES
-from ..sources.history import History as Source
+from ..sources.base import Plan, Source
+from ..sources.history import PLACES, STORED
+from ..sources.history import History as Repeated
 from .base import Drafter, Method, prices_of
 from .ngrams import History
+from .store import Store, earlier, make_store
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class PromptLookup(Method):
     gate: the least chance that the best guess must have; below it the draft is empty. Raise it where rows cost time.
     priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
     tree: False for the likeliest chain alone.
+    store: how many tokens of earlier texts are looked through too: those that were written with this very method.
     """
 
     name = "prompt-lookup"
@@ -36,9 +42,11 @@ class PromptLookup(Method):
     gate: float = 0.0
     tree: bool = True
     priced: bool = True
+    store: Store | int = 0
 
     def __post_init__(self) -> None:
         self.check(longest=(1, 64), rows=(1, 1024), depth=(1, 512), gate=(0.0, 1.0))
+        make_store(self)
 
     @property
     def branches(self) -> bool:
@@ -46,14 +54,22 @@ class PromptLookup(Method):
 
     @property
     def dealt(self) -> bool:
-        return self.tree
+        return self.tree and not self.store  # ranks may have written other texts before
 
     def plan(self, engine: Engine) -> Plan:
         places = min(PLACES, self.rows) if self.tree else 1
         depth = min(self.depth, max(self.rows - 1, 1))
         costs = engine.costs if self.priced else None
+        known = earlier(self.store, engine.model)
+
+        def sources(lanes: int, device: torch.device) -> list[Source]:
+            found: list[Source] = [Repeated(self.longest, depth, places, "lookup", device)]
+            if known:
+                found.append(Repeated(self.longest, depth, places, STORED, device, store=known.tokens))
+            return found
+
         return Plan(
-            lambda lanes, device: [Source(self.longest, depth, places, "lookup", device)],
+            sources,
             self.rows,
             gate=0.0 if costs else self.gate,
             prices=prices_of(costs.price if costs else None, self.rows, engine.model.device),
@@ -62,12 +78,18 @@ class PromptLookup(Method):
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         return _Drafter(self, engine, sequence, picker)
 
+    def remember(self, model: Model, text: Items[int]) -> None:
+        if known := earlier(self.store, model):
+            known.add(text)
+
 
 class _Drafter(Drafter):
     def __init__(self, method: PromptLookup, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)
         self.method = method
         self.history = History(method.longest)
+        if known := earlier(method.store, engine.model):
+            self.history.earlier = known.runs
         self.history.extend(sequence.tokens)
 
     def draft(self, room: int) -> Draft:

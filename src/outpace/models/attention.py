@@ -51,9 +51,13 @@ CHUNK = 32  # the most splits that are merged at a time
 MERGED = 1024  # numbers that one program merges at a time, of several heads where splits are few
 WARPS = 4
 STAGES = 3  # blocks of keys and values that are on their way or at work, where there is shared memory for them
-# Positions that one program walks in exact mode, up to TURN and from there on: bits depend on it, and on EXACT_CHUNK.
+# Positions of a split in exact mode, up to TURN and from there on: bits depend on it.
 FINE, COARSE, TURN = 128, 256, 2048
-EXACT_CHUNK = 16
+TOGETHER = 8  # splits that are folded before others are: likewise
+PATHS = 4  # of rows in a tree, that one program should walk
+MOST_TAILS = 8  # programs that walk the paths of a tile
+JOIN = 0.5  # programs for each multiprocessor, from which on each walks all splits that are folded together
+SIDE_BY_SIDE = 8  # groups of splits that are merged at a time
 
 
 def attend_by_mask(
@@ -131,11 +135,14 @@ def _dense(
     for text in sorted(set(whose.tolist())):
         past, mine = int(lists.length[text]), whose == text
         place = torch.arange(past, device=query.device)
-        seen = at[mine] - place < lists.window if lists.window else torch.ones_like(at[mine] + place, dtype=torch.bool)
+        seen = place <= at[mine]
+        if lists.window:
+            seen = seen & (at[mine] - place < lists.window)
         row, column = mine.nonzero(), lists.text[text, :past]
         sees[row, column] = seen
     if lists.exact:
-        place = torch.arange(past, past + lists.tree.shape[1], device=query.device)
+        behind = lists.length[whose, None]
+        place = behind + torch.arange(lists.tree.shape[1], device=query.device)
         seen, other = place <= at, lists.tree
     else:
         row = torch.arange(query.shape[2], device=query.device)
@@ -172,7 +179,7 @@ def _launch(
     units = keys.shape[1] * cdiv(groups, group)  # groups of query heads that share keys
     parts = 1  # of a tile of `tiles`, where the heads are too many for one
     if lists.packed:
-        tile = min(64, max(16, next_power_of_2(lists.packed * group)))
+        tile = 64 if lists.exact else min(64, max(16, next_power_of_2(lists.packed * group)))
         parts = cdiv(lists.packed, tile // group)
         programs = len(lists.tiles) // 3 * parts
     else:
@@ -201,35 +208,64 @@ def _launch(
     }
     strides = (query.stride(1), query.stride(2), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2))
     tree, line = (lists.tree, lists.tree.stride(0)), lists.text.stride(0)
-    if lists.exact:
-        splits = COARSE // BLOCK + exact_splits(lists.span + lists.tree.shape[1])
-    else:
-        split = split_for(programs * units, lists.span, processors)
-        text_splits = cdiv(lists.span, split)
-        splits = text_splits + cdiv(rows, split)
-    sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
-    peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+    tables = (lists.whose, lists.tiles, line, len(lists.tiles) // 3)
     mixed = query.new_empty(1, rows, heads, size)
     if lists.exact:
-        kernels.exact_part[(programs, units, splits + tile // group)](
-            *(query, keys, values, lists.text, lists.length, lists.positions, *tree, sums, peaks),
-            *(*strides, rows, heads, splits, line, factor),
-            FINE=FINE,
-            COARSE=COARSE,
-            TURN=TURN,
-            **options,
-        )
-    else:
-        kernels.part[(programs, units, splits)](
-            *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, *tree, sums, peaks),
-            *(*strides, rows, heads, splits, text_splits, split, factor),
-            *(lists.whose, lists.tiles, line, len(lists.tiles) // 3),
+        borders = {"FINE": FINE, "COARSE": COARSE, "TURN": TURN, "TOGETHER": TOGETHER}
+        width = lists.tree.shape[1]
+        most = min(lists.packed or rows, tile // group)  # rows of a tile
+        groups, tails = cdiv(exact_splits(lists.span), TOGETHER), min(cdiv(most, PATHS), MOST_TAILS)
+        joined = programs * units * groups >= JOIN * processors
+        jobs, near = groups if joined else exact_splits(lists.span), 1 + cdiv(width - 1, FINE)
+        splits = 1 + near + jobs
+        sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
+        peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+        kernels.exact_part[(programs, units, tails + 1 + jobs)](
+            *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, *tree, width, sums, peaks),
+            *(*strides, rows, heads, splits, factor, *tables),
             PARTS=parts,
             PACKED=lists.packed > 0,
+            ROWS=next_power_of_2(most if lists.packed else tile // group),
+            TAILS=tails,
+            JOINED=joined,
+            NEAR=near,
+            enable_fp_fusion=False,  # or the compiler might join products and sums in one way here, in another there
+            **borders,
             **options,
         )
-    chunk = EXACT_CHUNK if lists.exact else min(CHUNK, next_power_of_2(splits))
-    several = 1 if lists.exact else max(1, MERGED // (chunk * padded))
+        chunk = min(SIDE_BY_SIDE, next_power_of_2(cdiv(exact_splits(lists.span) + near, TOGETHER)))
+        several = max(1, MERGED // (chunk * padded))
+        kernels.exact_merge[(rows, cdiv(heads, several))](
+            *(sums, peaks, mixed, lists.length, lists.whose, lists.positions, rows, heads, splits),
+            SIZE=size,
+            PADDED=padded,
+            HEADS=several,
+            CHUNK=chunk,
+            GROUPS=cdiv(exact_splits(lists.span) + near, TOGETHER),
+            BLOCK=BLOCK,
+            JOINED=joined,
+            NEAR=near,
+            PACKED=lists.packed > 0,
+            num_warps=2,
+            enable_fp_fusion=False,
+            **borders,
+            **early(query.device),
+        )
+        return mixed
+    split = split_for(programs * units, lists.span, processors)
+    text_splits = cdiv(lists.span, split)
+    splits = text_splits + cdiv(rows, split)
+    sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
+    peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+    kernels.part[(programs, units, splits)](
+        *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, *tree, sums, peaks),
+        *(*strides, rows, heads, splits, text_splits, split, factor, *tables),
+        PARTS=parts,
+        PACKED=lists.packed > 0,
+        **options,
+    )
+    chunk = min(CHUNK, next_power_of_2(splits))
+    several = max(1, MERGED // (chunk * padded))
     kernels.merge[(rows, cdiv(heads, several))](
         *(sums, peaks, mixed, rows, heads, splits),
         SIZE=size,

@@ -17,7 +17,7 @@ from .fusing import Part
 from .launching import SPARE, device_of, early, fetches_tiles
 
 CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-MOST_ROWS = 128  # beyond, cuBLAS is quicker
+MOST_ROWS = 128  # beyond, cuBLAS is quicker; and the most of one program
 FEW_ROWS = 32
 OUTPUTS = 64  # of one program, and as many gates
 BLOCK = 64  # inputs at a time; twice as many where rows are few
@@ -28,13 +28,15 @@ PIECE = 1024  # of a row, where SiLU is by itself
 class GatedMLP(nn.Module):
     """Stands where an MLP was, with its weights."""
 
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, mlp: Any, always: bool = False) -> None:
         super().__init__()
         self.mlp = mlp
+        self.always = always
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         mlp: Any = self.mlp
-        product: torch.Tensor = mlp.down_proj(torch.ops.outpace.gated(states, mlp.gate_proj.joined.whole.weight))
+        inner = torch.ops.outpace.gated(states, mlp.gate_proj.joined.whole.weight, self.always)
+        product: torch.Tensor = mlp.down_proj(inner)
         return product
 
 
@@ -70,27 +72,31 @@ def is_gated(mlp: Any) -> bool:
 
 
 @torch.library.custom_op("outpace::gated", mutates_args=())
-def gated(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[..., outputs]: silu(gates) * rest, where weight [2 × outputs, inputs] has first the gates', then the rest's."""
+def gated(states: torch.Tensor, weight: torch.Tensor, always: bool) -> torch.Tensor:
+    """[..., outputs]: silu(gates) * rest, where weight [2 × outputs, inputs] has first the gates', then the rest's.
+
+    A row has the same bits beside any rows up to MOST_ROWS, and `always` beside any.
+    """
     count = states.numel() // states.shape[-1]
-    return launch(states, weight) if 0 < count <= MOST_ROWS else gate(F.linear(states, weight))
+    ours = count > 0 and (always or count <= MOST_ROWS)
+    return launch(states, weight) if ours else gate(F.linear(states, weight))
 
 
 @gated.register_fake
-def _(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _(states: torch.Tensor, weight: torch.Tensor, always: bool) -> torch.Tensor:
     return states.new_empty(*states.shape[:-1], len(weight) // 2)
 
 
 def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same by one kernel, for up to MOST_ROWS rows."""
-    from triton import next_power_of_2
+    """The same by one kernel, by tiles of up to MOST_ROWS rows."""
+    from triton import cdiv, next_power_of_2
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from . import kernels
 
     outputs, inputs = len(weight) // 2, weight.shape[1]
     rows = states.reshape(-1, inputs).contiguous()
-    tile = max(16, next_power_of_2(len(rows)))
+    tile = min(MOST_ROWS, max(16, next_power_of_2(len(rows))))
     few = tile <= FEW_ROWS
     processors, memory = device_of(states.device)
     # Large programs where there is about one for each multiprocessor; otherwise two small ones share it.
@@ -98,7 +104,7 @@ def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     each, block = (2 if large else 1) * OUTPUTS, (2 if few else 1) * BLOCK
     fitting = (memory // (1 if large else 2) - SPARE) // ((2 * each + tile) * block * states.element_size())
     product = states.new_empty(*states.shape[:-1], outputs)
-    kernels.gated[(outputs // each,)](
+    kernels.gated[(cdiv(len(rows), tile), outputs // each)](
         TensorDescriptor.from_tensor(rows, [tile, block]),
         TensorDescriptor.from_tensor(weight, [each, block]),
         *(product, weight, len(rows), inputs, outputs),
@@ -107,6 +113,7 @@ def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         BLOCK=block,
         num_warps=4,
         num_stages=max(1, min(fitting, STAGES)),
+        enable_fp_fusion=False,  # or the compiler might join products and sums in one way here, in another there
         **early(states.device),
     )
     return product

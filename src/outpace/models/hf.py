@@ -35,7 +35,7 @@ from .products import load as load_operators
 
 ATTENTION = "outpace"  # the name under which `attend` is known to transformers
 CHUNK = 512
-STEADY = 256  # rows that are computed outside of layers in exact mode on a GPU, where a forward has so many at most
+STEADY = 256  # rows that are computed outside of layers at a time, in exact mode on a GPU
 ROUNDING = 1e-3  # relative differences of logits below this are none
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -101,12 +101,13 @@ class HFModel:
         """
         return self._fusion.fuse(self._mirror)
 
-    def replace_products(self) -> int:
+    def replace_products(self, always: bool = False) -> int:
         """Compute products by code of our own where we have it; says how many modules. `unfuse` undoes it.
 
-        Join weights before: what is joined may be computed together with what follows it.
+        `always`: for any number of rows, on a GPU. Join weights before: what is joined may be computed together with
+        what follows it.
         """
-        return self._products.replace(self._mirror)
+        return self._products.replace(self._mirror, always)
 
     def compute_exactly(self) -> None:
         """On a CPU in float32: from now on a row has the same bits whatever is beside it. `unfuse` undoes it.
@@ -194,7 +195,8 @@ class HFModel:
         control.hidden = None if hidden is None else hidden[None].clone()
         control.cache = _FixedCache(pool, rows) if isinstance(rows, FixedRows) else _PoolCache(pool, rows)
         control.compiled = compiled and pool.stored(start) is not None  # the first forward makes the storage
-        control.steady = isinstance(rows, FixedRows) and rows.lists.exact
+        # Where logits are asked for: what stands behind the layers is not used otherwise.
+        control.steady = isinstance(rows, FixedRows) and rows.lists.exact and len(asked) > 0
         arguments: dict[str, Any] = {
             "input_ids": rows.tokens[None],
             "past_key_values": control.cache,
@@ -257,10 +259,7 @@ class HFModel:
             )
         for child in decoder.children():  # norms, above all
             if not isinstance(child, nn.ModuleList | nn.Embedding) and any(True for _ in child.parameters()):
-                child._forward_pre_hooks = child._forward_pre_hooks.copy()  # the model shares its own with the mirror
-                child._forward_hooks = child._forward_hooks.copy()
-                child.register_forward_pre_hook(self._control.fill_up)
-                child.register_forward_hook(self._control.take_back)
+                child.forward = partial(self._control.run_steadily, child.forward)
 
     def _check(self) -> None:
         """Run a small tree and the same tokens one path at a time; refuse a model where the two disagree.
@@ -395,20 +394,19 @@ class _Control:
         self.cache: _PoolCache | _FixedCache | None = None
         self.compiled = False
         self.steady = False
-        self.rows = 0
 
-    def fill_up(self, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before what stands outside of layers: rows of zeros, so that there are always as many.
+    def run_steadily(self, run: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What stands outside of layers: in exact mode with rows of zeros, so that there are always as many.
 
         torch adds up a row's numbers in an order that depends on how many rows there are.
         """
         if not self.steady:
-            return None
-        self.rows = given[0].shape[-2]
-        return F.pad(given[0], (0, 0, 0, STEADY - self.rows)), *given[1:]
-
-    def take_back(self, _: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
-        return output[..., : self.rows, :] if self.steady else None
+            return run(states, *args, **kwargs)
+        parts = []
+        for part in torch.split(states, STEADY, -2):
+            filled = F.pad(part, (0, 0, 0, STEADY - part.shape[-2]))
+            parts.append(run(filled, *args, **kwargs)[..., : part.shape[-2], :])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
 class _Gate(nn.Module):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Numbers that differ from step to step: without this a kernel is compiled anew where one is 1 or divisible by 16.
-VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count"]
+VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count", "width"]
 # Places in one box, one behind the other: the same, where one is not aligned to 16 bytes.
 BOXED = ["length", "positions", "slots", "tree", "whose", "tiles"]
 
@@ -235,164 +235,369 @@ def _start_of(split, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexp
 
 
 @triton.jit
-def _exact_tile(
-    query, keys, values, text, positions, tree, tree_row, sums, peaks, weights,
-    query_head, query_row, key_slot, value_slot, rows, heads, text_line, factor, first_row, unit, job, border,
-    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr,
-):  # fmt: skip
-    """One part of the text for a tile of rows: a block of the split that `border` is in, or a whole split before it.
+def _fold(peak, weight, total, peak_more, weight_more, total_more):
+    """One part of a softmax more. A part without keys, whose peak is minus infinity, changes no bit."""
+    higher = tl.maximum(peak, peak_more)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade, share = tl.exp2(peak - base), tl.exp2(peak_more - base)
+    weight = weight * fade + weight_more * share
+    total = total * tl.expand_dims(fade, -1) + total_more * tl.expand_dims(share, -1)
+    return higher, weight, total
 
-    Of a part that a row does not have, the peak is minus infinity. Parts behind the border are left to `_exact_row`.
-    """
-    SMALL: tl.constexpr = COARSE // BLOCK
-    open_split = _split_at(border, FINE, COARSE, TURN)
-    place = tl.arange(0, TILE)
+
+@triton.jit
+def _store_part(
+    sums, peaks, weights, number, rows, heads, row, head, mask, peak, weight, total,
+    SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     part = tl.arange(0, PADDED)
-    row = first_row + place // GROUP
-    within = unit % UNITS * GROUP + place % GROUP
-    real = (row < rows) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
-    head = unit // UNITS * GROUPS + within
-    at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
-    own = _split_at(at, FINE, COARSE, TURN)
-    small = job < SMALL
-    split = tl.where(small, open_split, job - SMALL)
-    start = _start_of(split, FINE, COARSE, TURN) + tl.where(small, job * BLOCK, 0)
-    stop = tl.where(small, start + BLOCK, _start_of(split + 1, FINE, COARSE, TURN))
-    begin = start
+    stored = (number * rows + row) * heads + head
+    tl.store(peaks + stored, peak, mask=mask)
+    tl.store(weights + stored, weight, mask=mask)
+    tl.store(
+        sums + stored.to(tl.int64)[:, None] * SIZE + part[None, :], total, mask=mask[:, None] & (part < SIZE)[None, :]
+    )
+
+
+@triton.jit
+def _exact_text(
+    q, keys, values, text, sums, peaks, weights, key_slot, value_slot, rows, heads, factor, row, head, real, at, own,
+    number, start, stop,
+    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows over whole blocks of the text, from `start` to `stop`: of one split, or (JOINED) of several.
+
+    A row takes those before its `own` block. Slots are read a block ahead.
+    """
+    across = tl.arange(0, BLOCK)
+    stop = tl.minimum(stop, tl.max(tl.where(real, own, 0)))
     if WINDOW > 0:
         first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
-        begin = tl.minimum(tl.maximum(start, first // BLOCK * BLOCK), stop)
-    if stop <= border:
+        start = tl.maximum(start, first // BLOCK * BLOCK)
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, PADDED], tl.float32)
+    if JOINED:
+        peak_all = tl.full([TILE], float("-inf"), tl.float32)
+        weight_all = tl.zeros([TILE], tl.float32)
+        total_all = tl.zeros([TILE, PADDED], tl.float32)
+    slot = tl.load(text + start + across, mask=start + across < stop, other=0).to(INDEX)
+    for block in range(start, stop, BLOCK):
+        key = _of_slots(keys, slot, key_slot, SIZE, PADDED)
+        value = _of_slots(values, slot, value_slot, SIZE, PADDED)
+        slot = tl.load(text + tl.minimum(block + BLOCK + across, stop - 1)).to(INDEX)
+        sees = (block < own)[:, None]
+        if WINDOW > 0:
+            sees = sees & (at[:, None] - (block + across)[None, :] < WINDOW)
+        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
+        peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
+        if JOINED:
+            behind = block + BLOCK
+            if _start_of(_split_at(behind, FINE, COARSE, TURN), FINE, COARSE, TURN) == behind:
+                peak_all, weight_all, total_all = _fold(peak_all, weight_all, total_all, peak, weight, total)
+                peak = tl.full([TILE], float("-inf"), tl.float32)
+                weight = tl.zeros([TILE], tl.float32)
+                total = tl.zeros([TILE, PADDED], tl.float32)
+    if JOINED:  # where the rows end amid a split
+        peak, weight, total = _fold(peak_all, weight_all, total_all, peak, weight, total)
+    _store_part(sums, peaks, weights, number, rows, heads, row, head, real, peak, weight, total, SIZE, PADDED)
+
+
+@triton.jit
+def _path_slots(text, tree, position, past, end, INDEX: tl.constexpr):
+    """The slots that lie at positions up to `end`: of the text, and from `past` on of a row's ancestors and its own."""
+    slot = tl.load(text + position, mask=position < tl.minimum(past, end + 1), other=0)
+    slot += tl.load(tree + position - past, mask=(position >= past) & (position <= end), other=0)
+    return slot.to(INDEX)
+
+
+@triton.jit
+def _lead_of(number, leads, rank, other, end, past, width):
+    """The row in its tile that leads a path, and how far the path goes."""
+    this = leads & (rank == number)
+    until = tl.max(tl.where(this, end, 0))
+    return tl.max(tl.where(this, other, 0)), tl.minimum(until, past + width - 1)
+
+
+@triton.jit
+def _exact_tail(
+    q, keys, values, text, positions, slots, tree, tree_row, width, sums, peaks, weights, key_slot, value_slot,
+    rows, heads, factor, first_row, row_stop, row, head, real, at, own, past, border, turn,
+    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, TAILS: tl.constexpr,
+):  # fmt: skip
+    """The own block of each row of a tile; and of rows whose own block is behind `border` the splits before it too.
+
+    Rows on one path share it: each is done with the last row of the tile that has it on its path, the lead of its
+    path. Of TAILS programs each does every so many paths.
+    """
+    across = tl.arange(0, BLOCK)
+    # Which rows are on the path of which: those that are text by now are on all.
+    other = tl.arange(0, ROWS)
+    there = (other < TILE // GROUP) & (first_row + other < row_stop)
+    end = tl.load(positions + first_row + other, mask=there, other=-1).to(tl.int32)
+    slot = tl.load(slots + row, mask=real, other=-1)
+    depth = at - past
+    on = there[:, None] & real[None, :] & (end[:, None] >= at[None, :])
+    above = tl.load(
+        tree + (first_row + other)[:, None] * tree_row + depth[None, :],
+        mask=on & (depth >= 0)[None, :] & (depth < width)[None, :],
+        other=-1,
+    )
+    self = (first_row + other)[:, None] == row[None, :]
+    on = on & ((depth < 0)[None, :] | (above == slot[None, :]) | self)
+    lead = tl.max(tl.where(on, other[:, None], -1), 0)  # [TILE]
+    leads = (tl.max(((lead[None, :] == other[:, None]) & real[None, :]).to(tl.int32), 1) > 0) & there
+    rank = tl.cumsum(leads.to(tl.int32), 0) - 1
+    paths = tl.sum(leads.to(tl.int32), 0)
+
+    last = tl.max(tl.where(real, own, 0))
+    first = tl.min(tl.where(real, own, 1 << 30))
+    blocks = (last - first) // BLOCK + 1
+    part = tl.arange(0, PADDED)
+    tree += first_row.to(tl.int64) * tree_row
+    chosen, until = _lead_of(turn, leads, rank, other, end, past, width)
+    listed = _path_slots(text, tree + chosen * tree_row, first + across, past, until, INDEX)
+    steps = (paths - turn + TAILS - 1) // TAILS * blocks
+    for step in tl.range(0, steps, num_stages=2):
+        block = first + step % blocks * BLOCK
+        position = block + across
+        inside = (position <= until)[:, None] & (part < SIZE)[None, :]
+        key = tl.load(keys + listed[:, None] * key_slot + part[None, :], mask=inside, other=0.0)
+        value = tl.load(values + listed[:, None] * value_slot + part[None, :], mask=inside, other=0.0)
+        here = real & (lead == chosen) & (own == block)
+        sees = here[:, None] & (position[None, :] <= tl.minimum(at, until)[:, None])
+        # Where the next keys are.
+        after = step + 1
+        chosen, until = _lead_of(turn + after // blocks * TAILS, leads, rank, other, end, past, width)
+        listed = _path_slots(
+            text, tree + chosen * tree_row, first + after % blocks * BLOCK + across, past, until, INDEX
+        )
+        if WINDOW > 0:
+            sees = sees & (at[:, None] - position[None, :] < WINDOW)
+        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
+        peak, weight, total = _add(
+            scores, value, tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE, PADDED], tl.float32), PRECISION,
+        )  # fmt: skip
+        _store_part(sums, peaks, weights, 0, rows, heads, row, head, here, peak, weight, total, SIZE, PADDED)
+    if last > border:
+        open_split = _split_at(border, FINE, COARSE, TURN)
+        for number in tl.range(turn, paths, TAILS, num_stages=1):
+            chosen, until = _lead_of(number, leads, rank, other, end, past, width)
+            mine = real & (lead == chosen)
+            peak = tl.full([TILE], float("-inf"), tl.float32)
+            weight = tl.zeros([TILE], tl.float32)
+            total = tl.zeros([TILE, PADDED], tl.float32)
+            for block in tl.range(_start_of(open_split, FINE, COARSE, TURN), until - BLOCK + 1, BLOCK, num_stages=1):
+                position = block + across
+                listed = _path_slots(text, tree + chosen * tree_row, position, past, until, INDEX)
+                key = _of_slots(keys, listed, key_slot, SIZE, PADDED)
+                value = _of_slots(values, listed, value_slot, SIZE, PADDED)
+                sees = (mine & (block < own))[:, None]
+                if WINDOW > 0:
+                    sees = sees & (at[:, None] - position[None, :] < WINDOW)
+                scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
+                peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
+                split = _split_at(block, FINE, COARSE, TURN)
+                behind = block + BLOCK
+                ends = _start_of(split + 1, FINE, COARSE, TURN) == behind
+                # A split that ends here, of rows further on; and what rows have of their own split before their block.
+                done = mine & (own >= behind) & (behind > border) & (ends | (own == behind))
+                _store_part(
+                    sums, peaks, weights, 1 + split - open_split, rows, heads, row, head, done, peak, weight, total,
+                    SIZE, PADDED,
+                )  # fmt: skip
+                if ends:
+                    peak = tl.full([TILE], float("-inf"), tl.float32)
+                    weight = tl.zeros([TILE], tl.float32)
+                    total = tl.zeros([TILE, PADDED], tl.float32)
+                    stored = ((2 + split - open_split) * rows + row) * heads + head
+                    tl.store(peaks + stored, peak, mask=mine & (own == behind))
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
+def exact_part(
+    query, keys, values, text, length, positions, slots, tree, tree_row, width, sums, peaks,
+    query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, factor,
+    whose, tiles, text_line, tile_count,
+    TILE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
+    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
+    TAILS: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What `part` does, in parts that depend on a row's position alone.
+
+    A row has a part for each split of the text, that of its own split up to its own block, and one for its own block.
+    Programs do, in this order: own blocks (TAILS), the split that the text ends in, and then a split before it each or
+    (JOINED) a group of TOGETHER, folded. The parts in the order of `sums`: own blocks, NEAR splits from the one on that
+    the text ends in, then the splits or groups.
+    """
+    _wait(EARLY)
+    unit, job = tl.program_id(1), tl.program_id(2)
+    first_row = tl.program_id(0) * (TILE // GROUP)
+    row_stop = rows
+    if PACKED:
+        entry = tl.program_id(0) // PARTS
+        first_row = (tl.load(tiles + entry) + tl.program_id(0) % PARTS * (TILE // GROUP)).to(tl.int32)
+        row_stop = tl.load(tiles + tile_count + entry).to(tl.int32)
+        mine = tl.load(whose + first_row, mask=first_row < row_stop, other=0)
+        length += mine
+        text += mine * text_line
+    past = tl.load(length).to(tl.int32)
+    border = past // BLOCK * BLOCK  # up to here all blocks are of the text
+    open_split = _split_at(border, FINE, COARSE, TURN)
+    keys += unit // UNITS * key_head
+    values += unit // UNITS * value_head
+    weights = peaks + splits * rows * heads
+    number = job - TAILS - 1
+    begins = number * (TOGETHER if JOINED else 1)
+    if (first_row < row_stop) & (begins < open_split):
+        place = tl.arange(0, TILE)
+        part = tl.arange(0, PADDED)
+        row = first_row + place // GROUP
+        within = unit % UNITS * GROUP + place % GROUP
+        real = (row < row_stop) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
+        head = unit // UNITS * GROUPS + within
+        at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
+        own = at // BLOCK * BLOCK
         q = tl.load(
             query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
             mask=real[:, None] & (part < SIZE)[None, :],
             other=0.0,
         )
-        index = begin + tl.arange(0, BLOCK)
-        slot = tl.load(text + index, mask=index < text_line, other=0)
-        spare = tl.load(text + start)
-        each = job * rows * heads
-        _walk(
-            q, slot, spare, text, begin, stop, keys, values, key_slot, value_slot, factor,
-            row, head, real & ((own == open_split) | (job >= SMALL)), at, positions, tree, tree_row, heads,
-            sums + each * SIZE, peaks + each, weights + each,
-            False, TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, False, INDEX,
-        )  # fmt: skip
-        unused = (own != open_split) & small & (_start_of(own, FINE, COARSE, TURN) + job * BLOCK > at)
-    else:
-        behind = tl.where(small, _start_of(own, FINE, COARSE, TURN) + job * BLOCK, start)
-        unused = tl.where(small, behind > at, own <= split)
-    stored = (job * rows + row) * heads + head
-    tl.store(peaks + stored, tl.full([TILE], float("-inf"), tl.float32), real & unused)
+        if job < TAILS:
+            _exact_tail(
+                q, keys, values, text, positions, slots, tree, tree_row, width, sums, peaks, weights,
+                key_slot, value_slot, rows, heads, factor, first_row, row_stop, row, head, real, at, own, past,
+                border, job, TILE, SIZE, PADDED, GROUP, ROWS, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX,
+                FINE, COARSE, TURN, TAILS,
+            )  # fmt: skip
+        elif job == TAILS:
+            start = _start_of(open_split, FINE, COARSE, TURN)
+            _exact_text(
+                q, keys, values, text, sums, peaks, weights, key_slot, value_slot, rows, heads, factor,
+                row, head, real & (own <= border), at, own, 1, start, border,
+                TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN, False,
+            )  # fmt: skip
+        else:
+            behind = tl.minimum(begins + TOGETHER, open_split) if JOINED else begins + 1
+            _exact_text(
+                q, keys, values, text, sums, peaks, weights, key_slot, value_slot, rows, heads, factor,
+                row, head, real, at, own, 1 + NEAR + number,
+                _start_of(begins, FINE, COARSE, TURN), _start_of(behind, FINE, COARSE, TURN),
+                TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN, JOINED,
+            )  # fmt: skip
 
 
 @triton.jit
-def _exact_row(
-    query, keys, values, text, positions, tree, tree_row, sums, peaks, weights,
-    query_head, query_row, key_slot, value_slot, rows, heads, factor, row, unit, past, border,
-    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr,
+def _load_parts(
+    sums, peaks, weights, number, rows, heads, row, head, there, SIZE: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """All parts of one row behind `border`: the text's end, then down the row's own ancestors."""
-    SMALL: tl.constexpr = COARSE // BLOCK
-    place = tl.arange(0, TILE)
     part = tl.arange(0, PADDED)
-    within = unit % UNITS * GROUP + place
-    real = (place < GROUP) & (within < GROUPS)
-    head = unit // UNITS * GROUPS + within
-    end = tl.load(positions + row).to(tl.int32)
-    own_split = _split_at(end, FINE, COARSE, TURN)
-    open_split = _split_at(border, FINE, COARSE, TURN)
-    inside = real[:, None] & (part < SIZE)[None, :]
-    q = tl.load(query + head[:, None] * query_head + row * query_row + part[None, :], mask=inside, other=0.0)
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE, PADDED], tl.float32)
-    first = tl.where(own_split > open_split, _start_of(open_split, FINE, COARSE, TURN), border)
-    for block in range(first, end + 1, BLOCK):
-        position = block + tl.arange(0, BLOCK)
-        there = position <= end
-        slot = tl.load(text + position, mask=position < past, other=0)
-        slot += tl.load(tree + row * tree_row + position - past, mask=there & (position >= past), other=0)
-        seen = there[:, None] & (part < SIZE)[None, :]
-        slot = slot.to(INDEX)
-        key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=seen, other=0.0)
-        value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=seen, other=0.0)
-        sees = there[None, :]
-        if WINDOW > 0:
-            sees = sees & (end - position[None, :] < WINDOW)
-        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
-        peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
-        split = _split_at(block, FINE, COARSE, TURN)
-        start = _start_of(split, FINE, COARSE, TURN)
-        if (split == own_split) | (block + BLOCK == _start_of(split + 1, FINE, COARSE, TURN)):
-            number = tl.where(split == own_split, (block - start) // BLOCK, SMALL + split)
-            stored = (number * rows + row) * heads + head
-            tl.store(peaks + stored, peak, mask=real)
-            tl.store(weights + stored, weight, mask=real)
-            tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=inside)
-            peak = tl.full([TILE], float("-inf"), tl.float32)
-            weight = tl.zeros([TILE], tl.float32)
-            total = tl.zeros([TILE, PADDED], tl.float32)
+    stored = (number * rows + row) * heads + head
+    within = tl.expand_dims(there, 2) & (part < SIZE)[None, None, :]
+    return (
+        tl.load(peaks + stored, mask=there, other=float("-inf")),
+        tl.load(weights + stored, mask=there, other=0.0),
+        tl.load(sums + tl.expand_dims(stored.to(tl.int64), 2) * SIZE + part[None, None, :], mask=within, other=0.0),
+    )
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
-def exact_part(
-    query, keys, values, text, length, positions, tree, tree_row, sums, peaks,
-    query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, text_line, factor,
-    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr,
-    EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=VARYING)
+def exact_merge(
+    sums, peaks, mixed, length, whose, positions, rows, heads, splits,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
+    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    JOINED: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What `part` does, in parts that depend on a row's position alone.
+    """One row and HEADS heads: the splits of each group one after the other, then the groups, then the own block.
 
-    A row has a part for each split before the one that it is in itself, and then one for each block of that split.
-    Where these are of the text alone, a program does one of them for a tile of rows: first the blocks, then the splits.
-    What is left of a row is done by a program for each row.
+    CHUNK of the GROUPS are done side by side. Each is folded in the same order, whoever did it.
     """
     _wait(EARLY)
-    unit, job = tl.program_id(1), tl.program_id(2)
-    past = tl.load(length).to(tl.int32)
-    border = past // BLOCK * BLOCK  # up to here all rows see the same blocks
-    keys += unit // UNITS * key_head
-    values += unit // UNITS * value_head
+    row = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    real = (head < heads)[:, None]
+    heads_here = head[:, None]
+    part = tl.arange(0, PADDED)
+    if PACKED:
+        length += tl.load(whose + row)
+    border = tl.load(length).to(tl.int32) // BLOCK * BLOCK
+    open_split = _split_at(border, FINE, COARSE, TURN)
+    own_split = _split_at(tl.load(positions + row).to(tl.int32), FINE, COARSE, TURN)
     weights = peaks + splits * rows * heads
-    first_row = tl.program_id(0) * (TILE // GROUP)
-    if job < splits:
-        _exact_tile(
-            query, keys, values, text, positions, tree, tree_row, sums, peaks, weights, query_head, query_row,
-            key_slot, value_slot, rows, heads, text_line, factor, first_row, unit, job, border,
-            TILE, SIZE, PADDED, GROUPS, GROUP, UNITS, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN,
-        )  # fmt: skip
-    elif first_row + job - splits < rows:
-        _exact_row(
-            query, keys, values, text, positions, tree, tree_row, sums, peaks, weights, query_head, query_row,
-            key_slot, value_slot, rows, heads, factor, first_row + job - splits, unit, past, border,
-            TILE, SIZE, PADDED, GROUPS, GROUP, UNITS, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN,
-        )  # fmt: skip
+    peak_all = tl.full([HEADS, 1], float("-inf"), tl.float32)
+    weight_all = tl.zeros([HEADS, 1], tl.float32)
+    total_all = tl.zeros([HEADS, 1, PADDED], tl.float32)
+    for chunk in range(0, tl.minimum(tl.maximum(own_split, open_split) // TOGETHER + 1, GROUPS), CHUNK):
+        group = chunk + tl.arange(0, CHUNK)[None, :]
+        peak = tl.full([HEADS, CHUNK], float("-inf"), tl.float32)
+        weight = tl.zeros([HEADS, CHUNK], tl.float32)
+        total = tl.zeros([HEADS, CHUNK, PADDED], tl.float32)
+        for place in tl.static_range(0, 1 if JOINED else TOGETHER):
+            split = group * TOGETHER + place
+            more = _load_parts(
+                sums, peaks, weights, 1 + NEAR + (group if JOINED else split), rows, heads, row, heads_here,
+                real & (split < open_split), SIZE, PADDED,
+            )  # fmt: skip
+            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+        for near in tl.static_range(0, NEAR):
+            split = open_split + near
+            there = real & (group == split // TOGETHER) & (split <= tl.maximum(own_split, open_split))
+            more = _load_parts(
+                sums, peaks, weights, 1 + near + 0 * group, rows, heads, row, heads_here, there, SIZE, PADDED
+            )
+            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+        for place in tl.static_range(0, CHUNK):
+            this = tl.arange(0, CHUNK)[None, :] == place
+            peak_all, weight_all, total_all = _fold(
+                peak_all, weight_all, total_all,
+                tl.max(tl.where(this, peak, float("-inf")), 1, keep_dims=True),
+                tl.sum(tl.where(this, weight, 0.0), 1, keep_dims=True),
+                tl.sum(tl.where(tl.expand_dims(this, 2), total, 0.0), 1, keep_dims=True),
+            )  # fmt: skip
+    mine = _load_parts(
+        sums, peaks, weights, tl.zeros([1, 1], tl.int32), rows, heads, row, heads_here, real, SIZE, PADDED
+    )
+    peak_all, weight_all, total_all = _fold(peak_all, weight_all, total_all, mine[0], mine[1], mine[2])
+    weight_all = tl.where(real, weight_all, 1.0)
+    found = total_all / tl.expand_dims(weight_all, 2)
+    place = mixed + (row * heads + tl.expand_dims(heads_here, 2)) * SIZE + part[None, None, :]
+    tl.store(place, found, mask=tl.expand_dims(real, 2) & (part < SIZE)[None, None, :])
 
 
 @triton.jit(do_not_specialize=["count"])
 def product(
-    states, weights, bias, product, count, inputs, outputs,
-    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    states, weights, bias, product, count, inputs, outputs, walk,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Up to TILE rows by the weights of OUTPUTS outputs, plus their bias if it is not None."""
+    """Up to TILE rows by the weights of OUTPUTS outputs, plus their bias if it is not None.
+
+    PARTED: the sum of parts, each over `walk` inputs.
+    """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, TILE)
     place = tl.arange(0, BLOCK)
     real = (row < count)[None, :]
     total = tl.zeros([OUTPUTS, TILE], tl.float32)
+    before = tl.zeros([OUTPUTS, TILE], tl.float32)  # parts that are done
     _fetch(weights, output, 0, inputs, EARLY)
     _wait(EARLY)
     for start in range(0, inputs, BLOCK):
         weight = tl.load(weights + output[:, None] * inputs + (start + place)[None, :])
         value = tl.load(states + row[None, :] * inputs + (start + place)[:, None], mask=real, other=0.0)
         total = tl.dot(weight, value, total)
+        if PARTED:  # noqa: SIM102 (this is known when the kernel is compiled)
+            if (start + BLOCK) % walk == 0:
+                before += total
+                total = tl.zeros([OUTPUTS, TILE], tl.float32)
+    if PARTED:
+        total += before
     if bias is not None:
         total += tl.load(bias + output)[:, None]
     tl.store(product + row[None, :] * outputs + output[:, None], total, mask=real)
@@ -400,23 +605,28 @@ def product(
 
 @triton.jit(do_not_specialize=["count"])
 def split_product(
-    states, weights, bias, parts, first_weight, count, inputs, outputs, walk,
-    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    states, weights, bias, sums, first_weight, count, inputs, outputs, walk,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same over `walk` of the inputs: one of the parts that `add_up` adds up, or all where there is one part.
+    """The same for one tile of rows of several: PARTS parts, all there are, or one of those that `add_up` adds up.
 
     States and weights are descriptors; what is missing of TILE rows they fill with zeros.
     """
-    first, part = tl.program_id(0) * OUTPUTS, tl.program_id(1)
-    row, output = tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
+    tile, first, part = tl.program_id(0) * TILE, tl.program_id(1) * OUTPUTS, tl.program_id(2)
+    row, output = tile + tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
     total = tl.zeros([OUTPUTS, TILE], tl.float32)
     _fetch(first_weight, output, part * walk, inputs, EARLY)
     _wait(EARLY)
     for start in range(part * walk, tl.minimum((part + 1) * walk, inputs), BLOCK):
-        total = tl.dot(weights.load([first, start]), states.load([0, start]).T, total)
+        total = tl.dot(weights.load([first, start]), states.load([tile, start]).T, total)
+    for more in tl.static_range(1, PARTS):
+        added = tl.zeros([OUTPUTS, TILE], tl.float32)
+        for start in range(more * walk, tl.minimum((more + 1) * walk, inputs), BLOCK):
+            added = tl.dot(weights.load([first, start]), states.load([tile, start]).T, added)
+        total += added
     if bias is not None:
         total += tl.load(bias + output)[:, None]
-    place = parts + (part * count + row[None, :]) * outputs + output[:, None]
+    place = sums + (part * count + row[None, :]).to(tl.int64) * outputs + output[:, None]
     tl.store(place, total, mask=(row < count)[None, :])
 
 
@@ -445,23 +655,23 @@ def gated(
     states, weights, product, first_weight, count, inputs, outputs,
     TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Up to TILE rows by the weights of OUTPUTS gates and of OUTPUTS outputs, which SiLU of the gates multiplies.
+    """A tile of rows by the weights of OUTPUTS gates and of OUTPUTS outputs, which SiLU of the gates multiplies.
 
     States and weights are descriptors; what is missing of TILE rows they fill with zeros.
     """
-    first = tl.program_id(0) * OUTPUTS
+    tile, first = tl.program_id(0) * TILE, tl.program_id(1) * OUTPUTS
     gate = tl.zeros([OUTPUTS, TILE], tl.float32)
     total = tl.zeros([OUTPUTS, TILE], tl.float32)
     _fetch(first_weight, first + tl.arange(0, OUTPUTS), 0, inputs, EARLY)
     _fetch(first_weight, outputs + first + tl.arange(0, OUTPUTS), 0, inputs, EARLY)
     _wait(EARLY)
     for start in range(0, inputs, BLOCK):
-        value = states.load([0, start]).T
+        value = states.load([tile, start]).T
         gate = tl.dot(weights.load([first, start]), value, gate)
         total = tl.dot(weights.load([outputs + first, start]), value, total)
     rounded = product.dtype.element_ty  # as products are that are kept
-    row, output = tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
-    place = product + row[None, :] * outputs + output[:, None]
+    row, output = tile + tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
+    place = product + row[None, :].to(tl.int64) * outputs + output[:, None]
     tl.store(place, _gate(gate.to(rounded), total.to(rounded)), mask=(row < count)[None, :])
 
 

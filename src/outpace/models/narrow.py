@@ -1,8 +1,13 @@
-"""Products of up to 128 rows, for GPUs: kernels that stream the weights.
+"""Products for GPUs: kernels that stream the weights.
 
 cuBLAS splits products with few outputs into parts, and adds these up by a second kernel. Where rows are few, one
 program for every 64 outputs is quicker: there is nothing to add up. Where they are more, on large GPUs that fetch tiles
 by descriptors, programs share the inputs of an output too, as far as that keeps all multiprocessors busy.
+
+A row has the same bits beside any number of rows: an output is always the sum of the same parts of the inputs
+(`parts_of`), each added up in the same order. One program may do all parts of an output, or one each: that is no matter
+of bits, nor is how many rows and outputs a program has. Beyond 128 rows cuBLAS is as quick or quicker; a product that
+is `always` ours is so there too.
 """
 
 from __future__ import annotations
@@ -14,26 +19,29 @@ from torch.nn import functional as F
 from .launching import SPARE, device_of, early, fetches_tiles
 
 FEW_ROWS = 32
-MOST_ROWS = 128  # beyond, cuBLAS is as quick or quicker
+MOST_ROWS = 128  # beyond, cuBLAS is as quick or quicker; and the most of one program
 OUTPUTS = 64  # of one program; of some twice as many
 BLOCK = 128  # inputs at a time; of those half as many
 STAGES = 6  # blocks that are on their way or at work
 SHARING_STAGES = 4  # the same, where two programs share a multiprocessor
 INPUTS = 2048  # for each program at least, where several share them
 BUSY = 2 / 3  # of the multiprocessors
+PROCESSORS = 132  # that parts are made for: bits depend on it, and on INPUTS
+WIDE = 128  # outputs of a program, where there are many: of outputs, or of rows
 PIECE = 1024  # of a row, where parts are added up
 
 
 class NarrowLinear(nn.Module):
     """Stands where a Linear was, with its weights."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, always: bool = False) -> None:
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
+        self.always = always
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.outpace.narrow(states, self.weight, self.bias)
+        product: torch.Tensor = torch.ops.outpace.narrow(states, self.weight, self.bias, self.always)
         return product
 
 
@@ -51,21 +59,41 @@ def fits(linear: nn.Linear) -> bool:
 
 
 @torch.library.custom_op("outpace::narrow", mutates_args=())
-def narrow(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def narrow(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, always: bool) -> torch.Tensor:
     """[..., outputs]: states [..., inputs] times weight [outputs, inputs], plus bias."""
     count = states.numel() // states.shape[-1]
     if 0 < count <= FEW_ROWS:
         return launch(states, weight, bias)
-    if 0 < count <= MOST_ROWS and fetches_tiles(states.device):
-        each, splits = shares(len(weight), weight.shape[1], device_of(states.device)[0])
-        if splits:
-            return launch_split(states, weight, bias, each, splits)
+    if count and fetches_tiles(states.device):
+        busy = parts_of(len(weight), weight.shape[1], device_of(states.device)[0])[1] > 0
+        if always or (busy and count <= MOST_ROWS):
+            return launch_tiles(states, weight, bias)
     return F.linear(states, weight, bias)
 
 
 @narrow.register_fake
-def _(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, always: bool) -> torch.Tensor:
     return states.new_empty(*states.shape[:-1], len(weight))
+
+
+def parts_of(outputs: int, inputs: int, processors: int = PROCESSORS) -> tuple[int, int]:
+    """How many outputs a program of up to MOST_ROWS rows has, and how many programs share their inputs.
+
+    0 where too few multiprocessors would be busy.
+    """
+    choices = [
+        (each, min(processors * each // outputs, inputs // INPUTS))
+        for each in (OUTPUTS, 2 * OUTPUTS)
+        if outputs % each == 0
+    ]
+    each, parts = max(choices, key=lambda choice: outputs // choice[0] * choice[1])
+    return each, parts if outputs // each * parts >= BUSY * processors else 0
+
+
+def walk_of(outputs: int, inputs: int) -> int:
+    """The inputs of one part: for any number of rows, and on any device."""
+    _, parts = parts_of(outputs, inputs)
+    return -(-inputs // BLOCK // max(parts, 1)) * BLOCK
 
 
 def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -79,11 +107,13 @@ def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     programs = outputs // OUTPUTS
     fitting = (memory - SPARE) // ((OUTPUTS + tile) * BLOCK * states.element_size())
     product = states.new_empty(*states.shape[:-1], outputs)
+    walk = walk_of(outputs, inputs)
     kernels.product[(programs,)](
-        *(states.contiguous(), weight, bias, product, count, inputs, outputs),
+        *(states.contiguous(), weight, bias, product, count, inputs, outputs, walk),
         TILE=tile,
         OUTPUTS=OUTPUTS,
         BLOCK=BLOCK,
+        PARTED=walk < inputs,
         num_warps=4,
         num_stages=max(1, min(fitting, STAGES if programs <= processors else SHARING_STAGES)),
         **early(states.device),
@@ -91,21 +121,8 @@ def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return product
 
 
-def shares(outputs: int, inputs: int, processors: int) -> tuple[int, int]:
-    """How many outputs a program has, and how many programs share their inputs: 0 where too few would be busy."""
-    choices = [
-        (each, min(processors * each // outputs, inputs // INPUTS))
-        for each in (OUTPUTS, 2 * OUTPUTS)
-        if outputs % each == 0
-    ]
-    each, splits = max(choices, key=lambda choice: outputs // choice[0] * choice[1])
-    return each, splits if outputs // each * splits >= BUSY * processors else 0
-
-
-def launch_split(
-    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, each: int, splits: int
-) -> torch.Tensor:
-    """The same in parts, for up to MOST_ROWS rows: `splits` programs for every `each` outputs."""
+def launch_tiles(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same by tiles of up to MOST_ROWS rows. Up to so many rows, each part of the inputs has its own programs."""
     from triton import cdiv, next_power_of_2
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -113,25 +130,31 @@ def launch_split(
 
     outputs, inputs = weight.shape
     rows = states.reshape(-1, inputs).contiguous()
-    tile, block = max(16, next_power_of_2(len(rows))), BLOCK * OUTPUTS // each
-    _, memory = device_of(states.device)
+    walk, tile = walk_of(outputs, inputs), min(MOST_ROWS, max(16, next_power_of_2(len(rows))))
+    apart = len(rows) <= MOST_ROWS and walk < inputs
+    parts = cdiv(inputs, walk)
+    each = parts_of(outputs, inputs)[0]
+    processors, memory = device_of(states.device)
+    wide = outputs % WIDE == 0 and outputs // WIDE * cdiv(len(rows), tile) >= BUSY * processors and not apart
+    each = WIDE if wide else each
+    block = BLOCK * OUTPUTS // each
     fitting = (memory - SPARE) // ((each + tile) * block * states.element_size())
     product = states.new_empty(*states.shape[:-1], outputs)
-    parts = product if splits == 1 else rows.new_empty(splits, len(rows), outputs, dtype=torch.float32)
-    kernels.split_product[(outputs // each, splits)](
+    sums = rows.new_empty(parts, len(rows), outputs, dtype=torch.float32) if apart else product
+    kernels.split_product[(cdiv(len(rows), tile), outputs // each, parts if apart else 1)](
         TensorDescriptor.from_tensor(rows, [tile, block]),
         TensorDescriptor.from_tensor(weight, [each, block]),
-        *(bias if splits == 1 else None, parts, weight, len(rows), inputs, outputs),
-        cdiv(inputs // block, splits) * block,
+        *(None if apart else bias, sums, weight, len(rows), inputs, outputs, walk),
         TILE=tile,
         OUTPUTS=each,
         BLOCK=block,
-        num_warps=4,
+        PARTS=1 if apart else parts,
+        num_warps=8 if tile * each > 64 * 128 and len(rows) > MOST_ROWS else 4,
         num_stages=max(1, min(fitting, STAGES)),
         **early(states.device),
     )
-    if splits > 1:
+    if apart:
         kernels.add_up[(len(rows), cdiv(outputs, PIECE))](
-            *(parts, bias, product, len(rows), splits, outputs), PIECE=PIECE, **early(states.device)
+            *(sums, bias, product, len(rows), parts, outputs), PIECE=PIECE, **early(states.device)
         )
     return product

@@ -42,11 +42,18 @@ class Products:
     def __init__(self) -> None:
         self._done: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, what was there
 
-    def replace(self, mirror: nn.Module) -> int:
-        """Replace all that we have code for; says how many modules are. The weights stay where they are."""
+    def replace(self, mirror: nn.Module, always: bool = False) -> int:
+        """Replace all that we have code for; says how many modules are. The weights stay where they are.
+
+        `always`: on a GPU ours compute any number of rows, so that a row has the same bits beside any others.
+        """
         for owner in list(mirror.modules()):
             for name, child in owner._modules.items():
-                if child is not None and not isinstance(owner, gated.GatedMLP) and (product := _product_for(child)):
+                if (
+                    child is not None
+                    and not isinstance(owner, gated.GatedMLP)
+                    and (product := _product_for(child, always))
+                ):
                     owner._modules[name] = product
                     self._done.append((owner, name, child))
         return len(self._done)
@@ -83,17 +90,17 @@ class _Product(nn.Module):
         return product
 
 
-def _product_for(module: nn.Module) -> nn.Module | None:
+def _product_for(module: nn.Module, always: bool) -> nn.Module | None:
     if gated.fits(module):
-        return gated.GatedMLP(module)
-    return _linear_for(module) if type(module) is nn.Linear else None
+        return gated.GatedMLP(module, always)
+    return _linear_for(module, always) if type(module) is nn.Linear else None
 
 
-def _linear_for(linear: nn.Linear) -> nn.Module | None:
+def _linear_for(linear: nn.Linear, always: bool) -> nn.Module | None:
     if linear._forward_hooks or linear._forward_pre_hooks or not is_plain(*linear.parameters()):
         return None
     if narrow.fits(linear):
-        return narrow.NarrowLinear(linear)
+        return narrow.NarrowLinear(linear, always)
     if all(
         weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
         for weight in linear.parameters()

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InputError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
+from ..models.launching import fetches_tiles
 from .exact import ExactEngine
 from .graphs import MEMORY, GraphEngine
 from .plain import Engine
@@ -19,14 +20,15 @@ RUNTIMES = {
     "compiled": "forward passes of compiled layers; the first step takes some seconds",
     "graphs": "CUDA graphs of compiled layers, joined weights, attention by slot lists",
 }
-EXACT_ROWS = 32
+EXACT_ROWS = 128  # the most rows of a forward in exact mode, on GPUs that fetch tiles by descriptors
+FEW_EXACT_ROWS = 32  # the same on others
 
 
 def engine_for(
     model: Model,
     runtime: str = "auto",
     exact: bool = False,
-    exact_rows: int = EXACT_ROWS,
+    exact_rows: int | None = None,
     join: bool = True,
     memory: float = MEMORY,
 ) -> Engine:
@@ -35,8 +37,8 @@ def engine_for(
     `memory` is the share of the GPU's free memory that the KV cache gets, with CUDA graphs.
 
     With `exact` the logits of a text have the same bits with every method; on a CPU also in every batch. On CUDA a
-    forward then has `exact_rows` rows at most, and all have as many where the device needs that. It is checked on this
-    model before it is believed.
+    forward then has `exact_rows` rows at most (by default as many as our kernels take), and all have as many where the
+    device needs that. It is checked on this model before it is believed.
     """
     if not (isinstance(memory, (int, float)) and 0 < memory <= 1):
         raise InputError(f"memory={memory!r} is out of range: it must be a share above 0 and at most 1.")
@@ -50,7 +52,8 @@ def engine_for(
             raise InputError(f"exact mode needs runtime='graphs', not {runtime!r}.")
         if obstacle:
             raise InputError(f"exact mode needs CUDA graphs: {obstacle}.")
-        return _exact_engine(model, exact_rows, memory)
+        most = EXACT_ROWS if fetches_tiles(model.device) else FEW_EXACT_ROWS
+        return _exact_engine(model, most if exact_rows is None else exact_rows, memory)
     if runtime == "graphs" and obstacle:
         raise InputError(f"runtime='graphs' cannot be used: {obstacle}. Use runtime='plain'.")
     if runtime == "graphs" or (runtime == "auto" and not obstacle):
@@ -85,7 +88,7 @@ def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
     if not 2 <= rows <= 256:
         raise InputError(f"exact_rows={rows} is out of range: it must be 2 to 256.")
     _fuse(model)
-    _replace_products(model)
+    _replace_products(model, always=True)
     engine = GraphEngine(model, exact_rows=rows, memory=memory)
     if engine.is_exact():
         return engine
@@ -128,9 +131,9 @@ def _fuse(model: Any) -> None:
         model.fuse()
 
 
-def _replace_products(model: Any) -> None:
+def _replace_products(model: Any, always: bool = False) -> None:
     if hasattr(model, "replace_products"):
-        model.replace_products()
+        model.replace_products(always)
 
 
 def _compile(model: Any) -> None:

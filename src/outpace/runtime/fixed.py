@@ -21,12 +21,22 @@ class FixedStep:
     """A computation on a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
 
     def __init__(
-        self, model: Model, pool: Pool, text: torch.Tensor, size: int, span: int, exact: bool, texts: int = 0
+        self,
+        model: Model,
+        pool: Pool,
+        text: torch.Tensor,
+        size: int,
+        span: int,
+        exact: bool,
+        texts: int = 0,
+        ahead: int = WIDTH,
     ) -> None:
+        """In exact mode rows reach up to `ahead` tokens beyond the text."""
         self.pool = pool
         self.size = size
         self.on_gpu = pool.device.type == "cuda"
-        width = WIDTH if exact else max(2, -(-size // 64))  # a width of 1 would be compiled apart
+        self.exact = exact
+        width = max(2, ahead if exact else -(-size // 64))  # a width of 1 would be compiled apart
         # Sizes that differ from each other are compiled as sizes that may change independently.
         self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
         tiles = size // self._tile + texts + 1 if texts else 3
@@ -97,16 +107,23 @@ class FixedStep:
         self._tree[:count] = 0
         self._tree[:count, :width] = tree
 
-    def _fill_packed(self, parts: list[Rows], lines: list[int]) -> None:
+    def _fill_packed(self, parts: list[Rows], lines: list[int], listed: bool = False) -> None:
         among = self._itself.copy()
+        if self.exact:
+            self._tree[:] = self._alone
         tiles: list[tuple[int, int, int]] = []
         first = 0
         for rows, line in zip(parts, lines, strict=True):
             stop = first + len(rows)
             self._rows[:, first:stop] = rows.numbers
             self._whose[first:stop] = line
-            self._lengths[line] = len(rows.text)
-            among[first:stop, first:stop] = rows.among
+            self._lengths[line] = len(rows.text) + len(rows) * listed
+            if not self.exact:
+                among[first:stop, first:stop] = rows.among
+            elif not listed:
+                tails = rows.tails()
+                self._tree[first:stop] = 0
+                self._tree[first:stop, : tails.shape[1]] = tails
             tiles += [(start, min(start + self._tile, stop), first) for start in range(first, stop, self._tile)]
             first = stop
         self._rows[:, first:] = [[0], [0], [self.pool.scratch]]
@@ -114,7 +131,8 @@ class FixedStep:
         tiles += [(start, min(start + self._tile, self.size), start) for start in range(first, self.size, self._tile)]
         self._tiles[:] = 0
         self._tiles[:, : len(tiles)] = np.array(tiles).T
-        self._tree[:] = bits(among)
+        if not self.exact:
+            self._tree[:] = bits(among)
 
     def _place_lanes(self, each: int) -> None:
         """Rows are of several texts for good, `each` of the first, the next, and so on."""
@@ -132,10 +150,13 @@ class FixedStep:
         self._fill(numbers, tree, past)
         self._go()
 
-    def launch_packed(self, parts: list[Rows], lines: list[int]) -> None:
-        """The same with rows of several texts. `lines` says where the lists of their slots are."""
+    def launch_packed(self, parts: list[Rows], lines: list[int], listed: bool = False) -> None:
+        """The same with rows of several texts. `lines` says where the lists of their slots are.
+
+        `listed`: these have the rows' own slots already.
+        """
         self._wait()
-        self._fill_packed(parts, lines)
+        self._fill_packed(parts, lines, listed)
         self._go()
 
     def _wait(self) -> None:

@@ -4,11 +4,11 @@ Launching a step's many kernels from Python takes several times as long as the k
 once. It computes a fixed number of rows (a few sizes are kept; what is missing is filled up with rows that nobody sees)
 over a text up to a fixed length. All that a step needs goes over in one copy, and the best tokens come back in one.
 
-In exact mode a row has the same bits whatever rows are beside it, so that the logits of an accepted guess are bit for
-bit those of plain decoding in the same mode. Where a device computes products of few rows otherwise than products of
-many, there is one size for that.
+In exact mode a row has the same bits whatever rows are beside it, of its own text or of others, so that the logits of
+an accepted guess are bit for bit those of plain decoding in the same mode. Where a device computes products of few rows
+otherwise than products of many, there is one size for that, and texts take turns.
 
-Rows of several texts go in one graph too, by graphs made for that. Not in exact mode: there texts take turns.
+Rows of several texts go in one graph too, by graphs made for that.
 
 Where the host need not stand between, whole steps run as programs (`program.py`), one ahead of what is read here.
 """
@@ -21,6 +21,7 @@ from collections.abc import Sequence as Items
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ..draft import Draft, Verdict, chain
@@ -39,7 +40,6 @@ from .program import LANES, Program
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
 READING = 512  # rows of one text at a time
 LARGE = (384, 512, 768, 1024)  # further sizes of graphs that only read
-EXACTLY = 256  # rows of a text at a time in exact mode
 RIDERS = 64  # so many tokens of a text that was begun go along with a draft
 FIRST_SPAN = 1024
 PRIME = 11
@@ -84,7 +84,7 @@ class GraphEngine(Engine):
 
     @property
     def most_rows(self) -> int:
-        return EXACTLY if self.exact else LARGE[-1]
+        return self.sizes[0] if self.one_size else LARGE[-1]
 
     @property
     def most_drafted(self) -> int:
@@ -92,7 +92,12 @@ class GraphEngine(Engine):
 
     @property
     def most_texts(self) -> int:
-        return TEXTS[-1] if self.model.packs and not self.exact else 1
+        return TEXTS[-1] if self.model.packs and not self.one_size else 1
+
+    @property
+    def one_size(self) -> bool:
+        """Whether all steps compute the same number of rows: in exact mode, where bits depend on it."""
+        return self.exact and len(self.sizes) == 1
 
     @property
     def compiling(self) -> bool:
@@ -178,7 +183,7 @@ class GraphEngine(Engine):
         return other
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
-        return EXACTLY if self.exact else READING, RIDERS if sequence.slots else 0
+        return min(READING, self.most_rows), RIDERS if sequence.slots else 0
 
     def climb(
         self,
@@ -192,13 +197,14 @@ class GraphEngine(Engine):
     ) -> Output:
         """Logits are there when the last layer has run."""
         self._make_storage()
-        self._update_texts([(sequence, rows)], [0])
         whole = start == 0 and stop is None
-        if self.exact:
+        reads = whole and not logits
+        self._update_texts([(sequence, rows)], [0], listed=self.exact and reads)
+        if self.exact and not reads:
             return self._compute_exactly(rows, logits, (start, stop), hidden, question)
         graph = None
-        if self._read or logits or not whole:  # the first text does not wait for a graph to read it
-            graph = self._launch([rows], [0], (start, stop), hidden, question, reads=whole and not logits)
+        if self._read or self.exact or not reads:  # the first text does not wait for a graph to read it
+            graph = self._launch([rows], [0], (start, stop), hidden, question, reads)
         self._read = True
         if graph is None:
             return answered(self.model.forward(self.pool, rows, logits, start, stop, hidden), question)
@@ -217,10 +223,10 @@ class GraphEngine(Engine):
         start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
         self._make_storage()
         lines = self._lines_for([work.sequence for work in works])
-        self._update_texts([(work.sequence, work.rows) for work in works], lines)
-        graph = None
         reads = start == 0 and stop is None and not any(work.logits for work in works)
-        if self._read or not reads:
+        self._update_texts([(work.sequence, work.rows) for work in works], lines, listed=self.exact and reads)
+        graph = None
+        if self._read or self.exact or not reads:
             graph = self._launch(parts, lines, (start, stop), joined(works), None, reads)
         self._read = True
         if graph is None:
@@ -245,8 +251,7 @@ class GraphEngine(Engine):
         tails = rows.tails()
         if tails.shape[1] > WIDTH:
             raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        sizes = self.sizes if logits or layers != (0, None) else [EXACTLY]
-        parts: list[Output] = []
+        sizes, parts = self.sizes, list[Output]()
         for start in range(0, len(rows), sizes[-1]):
             parts = [*parts[:-1], *map(_copy, parts[-1:])]
             stop = min(start + sizes[-1], len(rows))
@@ -303,18 +308,22 @@ class GraphEngine(Engine):
     ) -> _Graph | None:
         """A graph that has computed the rows; None where there is none for so many. One that `reads` has no logits."""
         count = sum(map(len, parts))
+        longest = max(len(rows.text) + len(rows) * (reads and self.exact) for rows in parts)
         texts = 0 if len(parts) == 1 else next(texts for texts in TEXTS if texts >= len(parts))
-        sizes = [*self.sizes, *(size for size in LARGE if reads and self.sizes)]
+        sizes = [*self.sizes, *(size for size in (SIZES[-1], *LARGE) if reads and self.sizes and not self.one_size)]
         while size := next((size for size in sizes if size >= count), 0):
             try:
-                graph = self._graph(size, max(len(rows.text) for rows in parts), layers, question, texts, reads)
+                graph = self._graph(size, longest, layers, question, texts, reads)
                 if hidden is not None:
                     graph.hidden[:count] = hidden
                 if texts:
-                    graph.launch_packed(parts, lines)
+                    graph.launch_packed(parts, lines, listed=self.exact and reads)
+                elif self.exact:  # it reads: the list of slots has these rows' own
+                    (rows,) = parts
+                    graph.launch(rows.numbers, np.zeros((count, 1), dtype=np.int64), len(rows.text) + count)
                 else:
                     (rows,) = parts
-                    graph.launch(rows.numbers, rows.tails() if self.exact else rows.bits(), len(rows.text))
+                    graph.launch(rows.numbers, rows.bits(), len(rows.text))
                 return graph
             except _NoGraph as error:  # noqa: PERF203 (at most once for each size)
                 sizes = [*self.sizes]
@@ -327,8 +336,8 @@ class GraphEngine(Engine):
             with self.pool.sequence([0, 0]) as text:
                 self.model.forward(self.pool, self.pool.place(text, chain(0, (), "")), logits=0)
 
-    def _update_texts(self, texts: list[tuple[Sequence, Rows]], lines: list[int]) -> None:
-        """Bring the lists of the texts' slots up to date on the device."""
+    def _update_texts(self, texts: list[tuple[Sequence, Rows]], lines: list[int], listed: bool) -> None:
+        """Bring the lists of the texts' slots up to date on the device. `listed`: those of these rows too."""
         width = self._texts.shape[1]
         places, slots = list[int](), list[int]()
         for (sequence, rows), line in zip(texts, lines, strict=True):
@@ -336,8 +345,9 @@ class GraphEngine(Engine):
             if self._readers[line] is not sequence:  # it may have another line, which is not kept up to date any more
                 self._readers = [None if reader is sequence else reader for reader in self._readers]
                 self._readers[line] = sequence
-            places += range(line * width + start, line * width + len(rows.text))
-            slots += rows.text[start:]
+            more = [int(slot) for slot in rows.numbers[2]] if listed else []
+            places += range(line * width + start, line * width + len(rows.text) + len(more))
+            slots += [*rows.text[start:], *more]
             sequence.stable = max(start, len(rows.text))
         if len(slots) == 1:  # without waiting for the device
             self._texts.view(-1)[places[0]].fill_(slots[0])
@@ -464,7 +474,7 @@ class _Graph(FixedStep):
         texts: int = 0,
         reads: bool = False,
     ) -> None:
-        super().__init__(model, pool, text, size, span, exact, texts)
+        super().__init__(model, pool, text, size, span, exact, texts, 2 if reads else WIDTH)
         self.question = question
         self.reads = reads
         self.model = model

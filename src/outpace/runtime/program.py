@@ -23,7 +23,7 @@ from ..sending import put
 from ..sources.base import Climbing, Plan, Reading, Source, Writing, drafted, families, named
 from ..sources.heads import alone
 from ..step import fused
-from ..step.chances import CUTS, FREE, KNOTS
+from ..step.chances import EXPECTED, FREE, KNOTS
 from ..step.choosing import Choices, needs_of
 from ..step.lanes import Lanes, pack
 from ..step.nodes import Nodes, Rows, plant
@@ -128,9 +128,9 @@ class Program:
 
     def size(self, lanes: int, rows: int) -> int:
         """The rows of a lane with those that fill up."""
-        if self.engine.exact:
-            sizes = self.engine.sizes
-            return next((size for size in sizes if size >= rows), -(-rows // sizes[-1]) * sizes[-1])
+        if self.engine.one_size:
+            (most,) = self.engine.sizes
+            return -(-rows // most) * most
         if lanes == 1:
             return max(2, -(-rows // 8) * 8 if rows > 2 else 2)  # one row alone would be compiled apart
         size = 1
@@ -275,8 +275,7 @@ class Program:
         lanes = [lane for lane, place in flight.places.items() if not place.ended]
         expected: Items[Expected | None] = [None] * len(lanes)
         if self.chances is not None:
-            said = numbers[lanes][:, -2 * len(CUTS) :].copy().view(np.float32)
-            expected = said.reshape(-1, 2, len(CUTS)).tolist()
+            expected = numbers[lanes][:, -EXPECTED:].copy().view(np.float32).tolist()
         for lane, line, hoped in zip(lanes, numbers[lanes].tolist(), expected, strict=True):
             stepped = self._unpack(line, flight.size, cost)
             if stepped.tokens or stepped.fault:  # otherwise it rests
@@ -443,10 +442,9 @@ class _Trees(FixedStep):
         engine = program.engine
         self.program, self.model = program, engine.model
         self.group, self.each, self.deepest = group, each, deepest
-        self.compiled, self.exact = engine.compiling, engine.exact
-        super().__init__(
-            engine.model, engine.pool, program.lanes.slots, group * each, span, engine.exact, group if group > 1 else 0
-        )
+        self.compiled = engine.compiling
+        places = (engine.model, engine.pool, program.lanes.slots)
+        super().__init__(*places, group * each, span, engine.exact, group if group > 1 else 0, deepest + 1)
         self.lanes = program.lanes.view(group, program.lanes.tokens.shape[1])
         if group > 1:
             self._place_lanes(each)
@@ -481,7 +479,7 @@ class _Whole(_Trees):
         self.most, self.needs = most, needs
         self.arm = Arm(most, costly, (group, most, costly, span, needs))
         self.sources = [source for source in program.sources if costly or not source.costly]
-        self.fused = fused.usable(self.pool.device) and not self.exact
+        self.fused = fused.usable(self.pool.device)
         self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
         self.climbs = {
             source: [_Climb(program, source.layer, group, rows, span, level) for level, rows in enumerate(source.asks)]
@@ -558,8 +556,9 @@ class _Whole(_Trees):
         return source.guess(self.texts, room)
 
     def _score(self) -> Any:
-        """Exact mode takes so many rows at a time; a row's ancestors are never in a later part."""
-        most = self.program.engine.sizes[-1] if self.exact else self.size
+        """Where all forwards have one size, in parts of it; a row's ancestors are never in a later part."""
+        engine = self.program.engine
+        most = engine.sizes[0] if engine.one_size else self.size
         if self.size <= most:
             return self.model.forward(self.pool, self.rows, self.size, compiled=self.compiled)
         parts = []
@@ -581,7 +580,7 @@ class _Whole(_Trees):
         fault = torch.where(lost.any(1), lost.int().argmax(1), -1)
         marks = rows.valid.int() + (rows.valid & rows.accepted)
         numbers = [kept.counts[:, None], fault[:, None], kept.rows, kept.tokens, rows.tokens, rows.parents]
-        said = [] if rows.expected is None else [rows.expected.flatten(1).view(torch.int32)]
+        said = [] if rows.expected is None else [rows.expected.view(torch.int32)]
         return torch.cat([part.int() for part in (*numbers, rows.sources, marks, *said)], 1)
 
     def capture(self, memory: Any) -> Any:

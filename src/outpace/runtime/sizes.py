@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 from ..step.chances import CUTS
 
-Expected: TypeAlias = "Sequence[Sequence[float]]"
-"""[2, CUTS] what trees of so many rows may bring: with all sources, and without the costly ones."""
+Expected: TypeAlias = "Sequence[float]"
+"""[EXPECTED] what trees of so many rows may bring: see `nodes.plant`."""
 
 HOPE = [1.0 + 0.25 * place for place in range(len(CUTS))]  # what is expected where nothing is known yet
 RATE = 0.1  # how quickly what is known of a text's trees follows them
@@ -19,6 +19,7 @@ SLOWLY = 0.01  # how quickly what is known of the next text's beginning follows 
 WAIT = 8  # steps of one row until the most are tried again
 LONGEST = 128  # the same, where they were tried in vain again and again
 TIMING = 0.1  # how quickly the known milliseconds follow the measured ones
+BOLD = 1.1  # so much quicker steps with fewer guesses must be: those that are wrong teach recycling, too
 CERTAIN = 1.03  # so much quicker steps without costly sources must be
 TRIED = 12  # steps with them, at least, before a text goes on without
 
@@ -39,9 +40,9 @@ class _Known:
         self.hoped: float = before.hoped if before else 1.0  # guesses that were expected to be right, in a step
         self.right: float = before.right if before else 1.0  # and that were
 
-    def learn(self, expected: Sequence[float], rows: int, right: int) -> None:
-        self.tokens = [known + RATE * (new - known) for known, new in zip(self.tokens, expected, strict=True)]
-        self.hoped += SURE * (_between(expected, rows) - 1.0 - self.hoped)
+    def learn(self, tokens: Sequence[float], hoped: float, right: int) -> None:
+        self.tokens = [known + RATE * (new - known) for known, new in zip(self.tokens, tokens, strict=True)]
+        self.hoped += SURE * (hoped - self.hoped)
         self.right += SURE * (right - self.right)
 
     def brings(self, rows: int) -> float:
@@ -61,7 +62,7 @@ class Gains:
 
     >>> gains = Gains()
     >>> for _ in range(200):  # guesses are right half as often as expected; those that are free, as expected
-    ...     gains.learn([[1, 1.5, 2, 3, 3, 3, 3], [1, 1, 1, 1.5, 2, 2, 2]], Arm(16, True, ()), tokens=2, free=2)
+    ...     gains.learn([1, 1.5, 2, 3, 3, 3, 3, 1, 1, 1, 1.5, 2, 2, 2, 1], Arm(16, True, ()), tokens=2, free=2)
     >>> [round(gains.tokens(rows), 1) for rows in (1, 4, 8, 64)]
     [1.0, 1.5, 2.0, 2.0]
     >>> [round(gains.tokens(rows, costly=False), 1) for rows in (1, 4, 8, 64)]
@@ -75,8 +76,8 @@ class Gains:
     def learn(self, expected: Expected, arm: Arm, tokens: int, free: int) -> None:
         """Such a step has brought so many tokens; `free` of them come of guesses that cost nothing, or of none."""
         if arm.costly:
-            self._with.learn(expected[0], arm.rows, tokens - 1)
-        self._without.learn(expected[1], arm.rows, min(free, tokens) - 1)
+            self._with.learn(expected[: len(CUTS)], _between(expected, arm.rows) - 1.0, tokens - 1)
+        self._without.learn(expected[len(CUTS) : -1], expected[-1], min(free, tokens) - 1)
 
     def tokens(self, rows: int, costly: bool = True) -> float:
         """What a step of so many rows is expected to bring."""
@@ -148,7 +149,8 @@ class Sizes:
         return arm
 
     def _choose(self, texts: Sequence[Gains], arms: Sequence[Arm]) -> Arm:
-        values = {arm: self._value(texts, arm) for arm in arms}
+        most = max(arm.rows for arm in arms)
+        values = {arm: self._value(texts, arm) / (BOLD if 1 < arm.rows < most else 1.0) for arm in arms}
         best = max(arms, key=lambda arm: (values[arm], -arm.rows))
         alike = [arm for arm in arms if arm.costly == best.costly]
         if not best.costly and len(alike) < len(arms):  # there is no way back to costly sources, so it must be certain

@@ -1,4 +1,4 @@
-"""History: what followed the end of the text where it occurred before. Prompt lookup, as a tree."""
+"""History: what followed the end of the text where it occurred before, or in earlier texts. Prompt lookup as a tree."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ TRUST = (0.1, 0.2, 0.3, 0.5)
 LONGER = {6: 0.15, 8: 0.15, 12: 0.3, 16: 0.75}
 PLACES = 8  # how many earlier places are followed, if nothing else is said
 NONE = -(2**20)  # in place of the length of a match: there is none
+STORED = "store"  # the name of guesses from earlier texts
+BETWEEN = -1  # in place of a token: here a text ends, and another begins
 
 
 class History(Source):
@@ -29,14 +31,23 @@ class History(Source):
     longest: how many last tokens are compared.
     depth: how many tokens each occurrence is followed.
     floor: guesses with a lower chance are left out.
+    store: [tokens] of earlier texts, BETWEEN behind each. They are looked through instead, the newest coming last.
     """
 
     def __init__(
-        self, longest: int, depth: int, places: int, name: str, device: torch.device, floor: float = 0.0
+        self,
+        longest: int,
+        depth: int,
+        places: int,
+        name: str,
+        device: torch.device,
+        floor: float = 0.0,
+        store: torch.Tensor | None = None,
     ) -> None:
         self.names = (name,)
         self.longest, self.deepest, self.places = longest, depth, places
         self.nodes = places * depth
+        self.store = store
         self.floor = math.log(floor) if floor else NEVER
         # Matches are of classes: [classes] at least so many tokens, and how far such a match is believed.
         classes = [(least, trust) for least, trust in (*enumerate(TRUST, 1), *LONGER.items()) if least <= longest]
@@ -46,42 +57,52 @@ class History(Source):
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         if fused.usable(texts.device):
             how = (self.longest, self.places, self.deepest, self._least, self._trust, self.floor, self.first)
-            return [fused.history(texts, *how)]
-        lengths = matches(texts, self.longest)
+            return [fused.history(texts, *how, self.store)]
+        lengths = matches(texts, self.longest, self.store)
         span = lengths.shape[1]
         place = torch.arange(span, device=texts.device)
         lengths, where = (lengths * span + place).topk(min(self.places, span), 1)
         lengths = lengths // span  # [lanes, places] how many tokens match
-        # A match that overlaps the end of the text repeats: what it would go on with is its own beginning.
-        period = (texts.lengths[:, None] - 1 - where).clamp(min=1)
-        ahead = torch.arange(self.deepest, device=texts.device) % period[..., None]
+        ahead = torch.arange(self.deepest, device=texts.device).expand(*where.shape, -1)
+        if self.store is None:
+            # A match that overlaps the end of the text repeats: what it would go on with is its own beginning.
+            ahead = ahead % (texts.lengths[:, None] - 1 - where).clamp(min=1)[..., None]
         following = where[..., None] + 1 + ahead  # [lanes, places, depth]
-        tokens = texts.tokens.gather(1, following.flatten(1).clamp(max=span - 1)).view_as(following)
+        tokens = _searched(texts, self.store).gather(1, following.flatten(1).clamp(max=span - 1)).view_as(following)
         chances = _chances(tokens, lengths, self._least, self._trust)
         if self.floor > NEVER:
             chances = chances.masked_fill(chances < self.floor, NEVER)
         return [chains(tokens, chances, self.first)]
 
 
-def matches(texts: Texts, longest: int) -> torch.Tensor:
-    """[lanes, span] how many of the text's last tokens, up to `longest`, stand before and at each earlier place."""
-    tokens, lengths = texts.tokens, texts.lengths
+def matches(texts: Texts, longest: int, store: torch.Tensor | None = None) -> torch.Tensor:
+    """[lanes, span] how many of the text's last tokens, up to `longest`, stand before and at each earlier place.
+
+    The places are the text's own, or those of a store.
+    """
+    tokens, lengths = _searched(texts, store), texts.lengths[:, None]
     span = tokens.shape[1]
     back = torch.arange(longest, device=tokens.device)
-    ends = tokens.gather(1, (lengths[:, None] - 1 - back).clamp(min=0))  # [lanes, longest] the last token first
-    earlier = F.pad(tokens, (longest - 1, 0), value=-1).unfold(1, span, 1).flip(1)  # [lanes, longest, span]
+    ends = texts.tokens.gather(1, (lengths - 1 - back).clamp(min=0))  # [lanes, longest] the last token first
+    earlier = F.pad(tokens, (longest - 1, 0), value=BETWEEN).unfold(1, span, 1).flip(1)  # [lanes, longest, span]
     same = earlier == ends[..., None]
-    same &= (lengths[:, None] - 1 > back)[..., None]  # so far back there is text
-    place = torch.arange(span, device=tokens.device)
-    same[:, 0] &= place < lengths[:, None] - 1  # the end itself is no earlier place
+    same &= (lengths > back)[..., None]  # so far back there is text
+    if store is None:
+        same[:, 0] &= torch.arange(span, device=tokens.device) < lengths - 1  # the end itself is no earlier place
     return same.cumprod(1).sum(1)
+
+
+def _searched(texts: Texts, store: torch.Tensor | None) -> torch.Tensor:
+    """[lanes, span] where the ends of texts are looked for."""
+    return texts.tokens if store is None else store.expand(texts.lanes, -1)
 
 
 def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor, trust: torch.Tensor) -> torch.Tensor:
     """[lanes, places, depth] log of the chance of each path.
 
     The next token after a path is guessed by all places that have followed it so far, each with a match that has grown
-    by the path. Longer matches are believed first: among those at least so long, by how often it comes next.
+    by the path. Longer matches are believed first: among those at least so long, by how often it comes next. No path
+    goes on behind the end of an earlier text.
     """
     deepest = tokens.shape[2]
     follow = tokens.transpose(1, 2)  # [lanes, depth, places]
@@ -94,4 +115,4 @@ def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor, t
     doubt = torch.where(total > 0, 1 - trust, 1.0).flip(-1).cumprod(-1).flip(-1)
     belief = F.pad(doubt, (-1, 1), value=1.0)  # what the longer matches have left of it
     chance = (belief * trust * mine / total.clamp(min=1)).sum(-1)
-    return torch.where(grown > 0, chance, 0.0).log().cumsum(1).transpose(1, 2)
+    return torch.where((grown > 0) & (follow > BETWEEN), chance, 0.0).log().cumsum(1).transpose(1, 2)

@@ -24,6 +24,7 @@ MOST = 0.98  # nothing is believed more
 SOURCES = 256  # there are fewer, all of a tree together
 VERSION = 1
 CUTS = (1, 2, 4, 8, 16, 32, 64)  # rows of trees of which is said what they are expected to bring
+EXPECTED = 2 * len(CUTS) + 1  # numbers that say it: see `nodes.plant`
 FREE = SOURCES * KNOTS  # is added to what is said of a guess that a source without costs of its own has made, too
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"

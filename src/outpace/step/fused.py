@@ -12,7 +12,7 @@ import torch
 
 from ..models.best import find_best
 from ..models.launching import early
-from .chances import CUTS, FREE, HALVING, KNOTS, SOURCES
+from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, SOURCES
 from .choosing import Choices
 from .lanes import Lanes
 from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows
@@ -24,6 +24,7 @@ FEW = 32  # so many of the likeliest are found by kernels of ours
 WORDS = 2048  # that one program scores; parts are the same for any number of rows, as sums of fractions depend on them
 PASSES = 8  # in which the border of a cut is found, a digit of four bits each
 BLOCK = 32  # nodes that all nodes are compared with at a time
+STRETCH = 1024  # places of history that one program looks through
 TOGETHER = 16  # depths of history at a time
 
 
@@ -85,7 +86,7 @@ def plant(
     keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
     flags = torch.empty(group, max(padded, 1), dtype=torch.int32, device=device)
     numbers = torch.empty(group, 2 * size, dtype=torch.long, device=device)
-    expected = torch.empty(group, 2, len(CUTS), device=device)
+    expected = torch.empty(group, EXPECTED, device=device)
     kernels.plant[(group,)](
         *(tokens, depths, paths, chances, sources, marks),
         *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0), context, turn),
@@ -112,6 +113,7 @@ def plant(
         FREE=FREE,
         COSTLY=any(offer.costly for offer in offers),
         CUTS=len(CUTS),
+        EXACT=fixed.lists.exact,
         num_warps=8 if padded >= 256 else 4,
     )
     return found._replace(
@@ -217,7 +219,7 @@ def settle(
         return torch.empty(group, *shape, dtype=dtype, device=device)
 
     best, kept, before = numbers(count), Walk(numbers(deep), numbers(deep), numbers()), numbers()
-    said = 0 if rows.expected is None else 2 * len(CUTS)
+    said = 0 if rows.expected is None else EXPECTED
     report = numbers(2 + 2 * deep + 4 * count + said, dtype=torch.int32)
     kernels.settle[(group,)](
         *(chosen, found, found.shape[1]),
@@ -269,26 +271,37 @@ def history(
     trust: torch.Tensor,
     floor: float,
     source: int,
+    store: torch.Tensor | None = None,
 ) -> Nodes:
     """What `History.guess` offers."""
     from . import kernels
 
-    lanes, span = texts.tokens.shape
-    device, nodes = texts.device, places * depth
+    searched = texts.tokens if store is None else store.expand(texts.lanes, -1)
+    lanes, span = searched.shape
+    device, nodes, blocks = texts.device, places * depth, -(-span // STRETCH)
+    found = blocks * places
     tokens = torch.empty(lanes, nodes, dtype=torch.long, device=device)
     chances = torch.empty(lanes, nodes, device=device)
     paths = torch.empty(lanes, nodes, depth + 1, dtype=torch.long, device=device)
-    scores = torch.empty(lanes, span, dtype=torch.int32, device=device)
-    kernels.history[(lanes,)](
-        *(texts.tokens, texts.lengths, texts.tokens.stride(0), span, least, trust, floor, scores, span),
-        *(tokens, chances, paths, nodes),
+    scores = torch.empty(lanes, found, dtype=torch.int32, device=device)
+    kernels.matches[(lanes, blocks)](
+        *(texts.tokens, texts.lengths, texts.tokens.stride(0), searched, searched.stride(0), span, scores),
         LONGEST=longest,
+        PLACES=places,
+        BLOCK=STRETCH,
+        OWN=store is None,
+        num_warps=4,
+    )
+    kernels.history[(lanes,)](
+        *(searched, searched.stride(0), span, texts.lengths, scores, found, least, trust, floor),
+        *(tokens, chances, paths, nodes),
         CLASSES=len(least),
+        FOUND=_power(found),
         PLACES=places,
         WIDTH=_power(places),
         DEPTH=depth,
         DEPTHS=min(_power(depth), TOGETHER),
-        BLOCK=1024,
+        OWN=store is None,
         num_warps=4,
     )
     return Nodes(tokens, _chained(places, depth, device).expand(lanes, -1), paths, chances, source)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..models.kernels import _wait
 
-LANES_VARY = ["text_line", "nodes", "most", "count", "span", "at", "total", "source"]
+LANES_VARY = ["text_line", "searched_line", "nodes", "most", "count", "span", "at", "total", "source"]
 ROWS_VARY = ["rows", "count", "number"]
 DIGITS = tl.constexpr(16)  # of four bits
 
@@ -80,13 +80,13 @@ def plant(
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
     LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
-    COSTLY: tl.constexpr, CUTS: tl.constexpr,
+    COSTLY: tl.constexpr, CUTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
 
     Of NODES and ROWS, powers of two, the first `nodes` and `count` are there. Paths have DEEP hashes. `least` is the
     chance that some guess must have. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS] are for
-    what threads tell each other.
+    what threads tell each other. EXACT: what rows see goes to the fixed place as slots by depth, not as bits.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
@@ -138,6 +138,7 @@ def plant(
         guess = tl.zeros([NODES], tl.int32)
         free = tl.zeros([NODES], tl.int32)
         free_twice = tl.zeros([NODES], tl.int32)
+        top = key
         for begin in range(0, nodes, BLOCK):
             other = begin + tl.arange(0, BLOCK)
             its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
@@ -155,6 +156,7 @@ def plant(
                 free |= tl.max(its_free.to(tl.int32), 1)
                 if COSTLY:
                     free_twice |= tl.max((its_free & (higher | tied)).to(tl.int32), 1)
+                    top = tl.maximum(top, tl.max(tl.where(same, its_key[None, :], float("-inf")), 1))
         free_key = tl.where(((mark & 4) != 0) & (free_twice == 0), key, float("-inf"))
         if LEARNED:
             source += FREE * free.to(tl.int64)
@@ -166,7 +168,8 @@ def plant(
         tl.debug_barrier()
         rank = _ranks(keys, flags, key, none, node, nodes, NODES, BLOCK)
         if LEARNED:
-            _expect(expected + lane * 2 * CUTS, key, rank, MUST, CUTS)
+            expected += lane * (2 * CUTS + 1)
+            _expect(expected, key, rank, MUST, CUTS)
             free_rank = rank
             if COSTLY:
                 tl.debug_barrier()
@@ -175,8 +178,12 @@ def plant(
                 free_rank = _ranks(keys, flags, free_key, none, node, nodes, NODES, BLOCK)
             else:
                 free_key = key
-            _expect(expected + lane * 2 * CUTS + CUTS, free_key, free_rank, MUST, CUTS)
+            _expect(expected + CUTS, free_key, free_rank, MUST, CUTS)
         taken = (rank < most - 1) & (key > float("-inf"))
+        if LEARNED:
+            planted = top >= tl.min(tl.where(taken, key, float("inf")), 0)
+            hoped = tl.where(planted & (free_key < MUST / 2), tl.exp(tl.minimum(free_key, 0.0)), 0.0)
+            tl.store(expected + 2 * CUTS, tl.sum(hoped, 0))
         if PROBES:  # guesses come first, and with them what is a guess and a probe
             tl.debug_barrier()
             tl.store(keys + node, tl.where(taken, key, float("-inf")))
@@ -250,13 +257,20 @@ def plant(
             )
             one = tl.full([32], 1, tl.int64) << (half * 32 + each).to(tl.int64)
             bits += tl.sum(tl.where(sees & inside[None, :], one[None, :], 0), 1)
+            if EXACT:
+                its_slot = tl.load(slots + lane * text_line + start + other, mask=inside, other=0)
+                its_slot = tl.where(its_valid & active, its_slot, scratch)
+                by_depth = fixed_tree + (first + row)[:, None] * tree_line + its_depth[None, :]
+                tl.store(by_depth, its_slot[None, :] + 0 * bits[:, None], mask=sees & inside[None, :] & real[:, None])
         tl.store(row_words + (first + row) * WORDS + word, bits, mask=real)
-        # Among the rows of all lanes, this lane's begin at bit `lane × count`.
-        shifted = bits << (bit_lane % 64)
-        tl.store(fixed_tree + (first + row) * tree_line + bit_lane // 64 + word, shifted, mask=real)
+        if not EXACT:
+            # Among the rows of all lanes, this lane's begin at bit `lane × count`.
+            shifted = bits << (bit_lane % 64)
+            tl.store(fixed_tree + (first + row) * tree_line + bit_lane // 64 + word, shifted, mask=real)
     tl.store(row_parents + first + row, parent, mask=real)
     tl.store(fixed_tokens + first + row, tl.load(row_tokens + first + row, mask=real, other=0), mask=real)
-    tl.store(fixed_positions + first + row, start + row_depth, mask=real)
+    # A lane at rest has no text.
+    tl.store(fixed_positions + first + row, tl.where(active, start, 0) + row_depth, mask=real)
     slot = tl.load(slots + lane * text_line + start + row, mask=real, other=0)
     tl.store(fixed_slots + first + row, tl.where(valid & active, slot, scratch), mask=real)
     tl.store(fixed_lengths + lane, tl.where(active, start, 0))
@@ -370,53 +384,67 @@ def follow(
 
 
 @triton.jit(do_not_specialize=LANES_VARY)
-def history(
-    text, lengths, text_line, span, leasts, trusts, floor, scores, score_line, tokens, chances, paths, nodes,
-    LONGEST: tl.constexpr, CLASSES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr,
+def matches(
+    text, lengths, text_line, searched, searched_line, span, scores,
+    LONGEST: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """One lane: follow the PLACES best earlier matches of the text's end, DEPTH tokens each, with their chances.
+    """One lane, and BLOCK of the `span` places where its text's end is looked for: the PLACES best matches.
 
-    There are up to eight CLASSES of matches. WIDTH is a power of two that holds PLACES, 255 at most. DEPTHS, a power of
-    two, are computed at a time. `scores` [lanes, score_line] is for what threads tell each other. Nodes lie place by
-    place; paths have DEPTH + 1 hashes.
+    Their scores [lanes, blocks, PLACES] are the length of the match × `span` + the place; -1 where there are no more.
+    OWN: the text itself is looked through, up to its end.
+    """
+    lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    text += lane * text_line
+    searched += lane * searched_line
+    scores += (lane * tl.num_programs(1) + block) * PLACES
+    length = tl.load(lengths + lane).to(tl.int32)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    going = at < (tl.minimum(length - 1, span) if OWN else span)
+    match = tl.zeros([BLOCK], tl.int32)
+    compared = tl.full([], 0, tl.int32)
+    longest = tl.full([], 0, tl.int32)
+    while (longest == compared) & (compared < LONGEST):  # four more, as long as some place matches so far
+        for more in tl.static_range(4):
+            back = compared + more
+            end = tl.load(text + tl.maximum(length - 1 - back, 0))
+            here = tl.load(searched + tl.maximum(at - back, 0), mask=going, other=-1)
+            going = going & (here == end) & (at >= back) & (length > back) & (back < LONGEST)
+            match += going.to(tl.int32)
+        compared += 4
+        longest = tl.max(match, 0)
+    score = tl.where(match > 0, match * span + at, -1)
+    for number in tl.static_range(PLACES):
+        best = tl.max(score, 0)
+        score = tl.where(score == best, -1, score)
+        tl.store(scores + number, best)
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def history(
+    searched, searched_line, span, lengths, scores, found, leasts, trusts, floor, tokens, chances, paths, nodes,
+    CLASSES: tl.constexpr, FOUND: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, DEPTHS: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """One lane: follow the PLACES best of the `found` matches by `matches`, DEPTH tokens each, with their chances.
+
+    There are up to eight CLASSES of matches. FOUND and WIDTH are powers of two that hold `found` and PLACES, 255 of
+    these at most. DEPTHS, a power of two, are computed at a time. Nodes lie place by place; paths have DEPTH + 1
+    hashes.
     """
     lane = tl.program_id(0).to(tl.int64)
-    text += lane * text_line
-    scores += lane * score_line
-    length = tl.load(lengths + lane).to(tl.int32)
-    reach = tl.minimum(length, span)
-    for begin in range(0, reach, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        going = at < length - 1
-        match = tl.zeros([BLOCK], tl.int32)
-        compared = tl.full([], 0, tl.int32)
-        longest = tl.full([], 0, tl.int32)
-        while (longest == compared) & (compared < LONGEST):  # four more, as long as some place matches so far
-            for more in tl.static_range(4):
-                back = compared + more
-                end = tl.load(text + tl.maximum(length - 1 - back, 0))
-                here = tl.load(text + tl.maximum(at - back, 0), mask=at < reach, other=-1)
-                going = going & (here == end) & (at >= back) & (length - 1 > back) & (back < LONGEST)
-                match += going.to(tl.int32)
-            compared += 4
-            longest = tl.max(match, 0)
-        tl.store(scores + at, match * span + at, mask=at < reach)
-    tl.debug_barrier()
-    place = tl.arange(0, WIDTH)
+    searched += lane * searched_line
+    each, place = tl.arange(0, FOUND), tl.arange(0, WIDTH)
+    some = tl.load(scores + lane * found + each, mask=each < found, other=-1)
     score = tl.full([WIDTH], -1, tl.int32)
-    last = tl.full([], 0x7FFFFFFF, tl.int32)
     for number in tl.static_range(PLACES):
-        top = tl.full([], -1, tl.int32)
-        for begin in range(0, reach, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            some = tl.load(scores + at, mask=at < reach, other=-1)
-            top = tl.maximum(top, tl.max(tl.where(some < last, some, -1), 0))
-        score = tl.where(place == number, top, score)
-        last = top
+        best = tl.max(some, 0)
+        some = tl.where(some == best, -1, some)
+        score = tl.where(place == number, best, score)
     matched = tl.where(score >= 0, score // span, 0)
     where = tl.where(score >= 0, score % span, 0)
-    period = tl.maximum(length - 1 - where, 1)
+    period = tl.full([WIDTH], DEPTH, tl.int32)
+    if OWN:  # a match that overlaps the end of the text repeats
+        period = tl.maximum(tl.load(lengths + lane).to(tl.int32) - 1 - where, 1)
     there = place < PLACES
     node = lane * nodes + place * DEPTH
     column = tl.arange(0, DEPTHS)
@@ -425,7 +453,7 @@ def history(
     hashed_above = tl.zeros([WIDTH], tl.int64)
     for begin in range(0, DEPTH, DEPTHS):
         depth = begin + column
-        token = tl.load(text + tl.minimum(where[:, None] + 1 + depth[None, :] % period[:, None], span - 1))
+        token = tl.load(searched + tl.minimum(where[:, None] + 1 + depth[None, :] % period[:, None], span - 1))
         differ = token[:, None, :] != token[None, :, :]
         parted = tl.minimum(parted, tl.min(tl.where(differ, depth[None, None, :], DEPTH), 2))
         # How many places go on with the path, and how many are still on it before: one byte of a number a class.
@@ -447,7 +475,7 @@ def history(
             my_votes = (mine >> (8 * (CLASSES - 1 - shorter))) & 255
             chance += belief * trust * my_votes.to(tl.float32) / tl.maximum(all_votes, 1).to(tl.float32)
             belief = tl.where(all_votes > 0, belief * (1 - trust), belief)
-        logs = tl.log(tl.where(heard, chance, 0.0))
+        logs = tl.log(tl.where(heard & (token >= 0), chance, 0.0))  # below 0: an earlier text ends here
         path = above[:, None] + tl.cumsum(logs, 1)
         added = mix(token, (depth + 1)[None, :])
         hashed = hashed_above[:, None] + tl.cumsum(added, 1)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .chances import CUTS, FREE, HALVING, KNOTS, SOURCES
+from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, SOURCES
 
 NEVER = -torch.inf
 MUST = 1e4  # more than any logarithm of a chance takes away
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     sources: torch.Tensor  # [lanes, rows]
     hashes: torch.Tensor  # [lanes, rows] of the paths
     words: torch.Tensor | None = None  # [lanes, rows, words] `sees` as bits, where a kernel made it
-    expected: torch.Tensor | None = None  # [lanes, 2, CUTS] where chances are learnt: see `plant`
+    expected: torch.Tensor | None = None  # [lanes, EXPECTED] where chances are learnt: see `plant`
 
 
 def mix(tokens: torch.Tensor, depths: torch.Tensor | int) -> torch.Tensor:
@@ -90,7 +90,8 @@ def plant(
     always taken. Further rows fill up to `rows`, if so many are asked for. With a `table` of `Chances` guesses are as
     likely as it says; then `Rows.sources` has the knot of what the source said, too: SOURCES times it is added, and
     FREE where a source that is not costly offers the same path. And `Rows.expected` has the tokens that trees of CUTS
-    rows may bring, of all nodes and of those from sources that are not costly.
+    rows may bring, of all nodes, then of those from sources that are not costly; last, how many of the latter that are
+    in the tree are expected to be right.
     """
     rows = rows or most
     device = roots.device
@@ -129,11 +130,10 @@ def plant(
         found = (same & (marks[order] & there)[:, None, :]).any(2)
         return torch.empty_like(found).scatter_(1, order, found)
 
-    expected = None
     if table is not None:
         free = _marks([not offer.costly for offer in offers], sizes, device)
         sources = sources + FREE * common(free)
-        expected = torch.stack([_expected(keys, same, free[order] | costly) for costly in (True, False)], 1)
+        hopes = [_hopes(keys, same, free[order] | costly) for costly in (True, False)]
     keys, left = keys.masked_fill(same.tril(-1).any(2), NEVER).sort(dim=1, descending=True, stable=True)
     keys, taken = keys[:, : most - 1], order.gather(1, left[:, : most - 1])
     if probing:  # guesses come first, and with them what is a guess and a probe
@@ -167,19 +167,24 @@ def plant(
     if not all(offer.accepted for offer in offers):
         accepted = common(_marks([offer.accepted for offer in offers], sizes, device)).gather(1, taken)
         accepted = F.pad(accepted, (1, 0), value=True) & valid
+    expected = None
+    if table is not None:
+        inside = (ranked[:, :, None] == known[:, None, 1:]).any(2)
+        expected = torch.cat([*map(_brings, hopes), (hopes[1] * inside).sum(1, keepdim=True)], 1)
     return Rows(tokens, parents, depths, sees, valid, accepted, sources, hashes, expected=expected)
 
 
-def _expected(keys: torch.Tensor, same: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
-    """[lanes, CUTS] the tokens that trees of the likeliest of `some` nodes may bring.
-
-    The keys fall. Of nodes with the `same` path one counts.
-    """
+def _hopes(keys: torch.Tensor, same: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+    """[lanes, nodes] how likely `some` nodes are. The keys fall, and of nodes with the `same` path one counts."""
     again = (same & some[:, None, :]).tril(-1).any(2)
     guesses = some & ~again & (keys < MUST / 2)
-    likely = torch.where(guesses, keys.clamp(max=0).exp(), 0.0).sort(dim=1, descending=True).values
-    total = F.pad(likely.cumsum(1), (1, 0))
-    return 1.0 + total[:, [min(cut - 1, likely.shape[1]) for cut in CUTS]]
+    return torch.where(guesses, keys.clamp(max=0).exp(), 0.0)
+
+
+def _brings(hopes: torch.Tensor) -> torch.Tensor:
+    """[lanes, CUTS] the tokens that trees of the likeliest nodes may bring."""
+    total = F.pad(hopes.sort(dim=1, descending=True).values.cumsum(1), (1, 0))
+    return 1.0 + total[:, [min(cut - 1, hopes.shape[1]) for cut in CUTS]]
 
 
 def _bare(roots: torch.Tensor, rows: int, learned: bool) -> Rows:
@@ -188,7 +193,7 @@ def _bare(roots: torch.Tensor, rows: int, learned: bool) -> Rows:
     none = torch.zeros(lanes, rows, dtype=torch.long, device=device)
     first = F.pad(torch.ones(lanes, 1, dtype=torch.bool, device=device), (0, rows - 1))
     sees = torch.eye(rows, dtype=torch.bool, device=device).expand(lanes, -1, -1)
-    expected = torch.ones(lanes, 2, len(CUTS), device=device) if learned else None
+    expected = torch.ones(lanes, EXPECTED, device=device) if learned else None
     return Rows(F.pad(roots[:, None], (0, rows - 1)), none, none, sees, first, first, none, none, expected=expected)
 
 
