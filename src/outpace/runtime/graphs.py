@@ -159,14 +159,12 @@ class GraphEngine(Engine):
 
     def make_reading(self, texts: int) -> None:
         """Make the graphs that read prompts, of one text and of up to so many; otherwise their first use waits."""
-        if self.exact:
-            return  # there texts are read one by one, by one size
         self._make_storage()
         counts = [0, *(count for count in TEXTS if count < 2 * texts)] if self.most_texts > 1 else [0]
         span, longest = FIRST_SPAN, _span(min(self.model.context, self.pool.capacity))
         try:
             while span <= longest:
-                for size in [*self.sizes, *(size for size in LARGE if self.sizes)]:
+                for size in self._reading_sizes():
                     for count in counts:
                         self._graph(size, span, texts=count, reads=True)
                 span *= 2
@@ -310,7 +308,7 @@ class GraphEngine(Engine):
         count = sum(map(len, parts))
         longest = max(len(rows.text) + len(rows) * (reads and self.exact) for rows in parts)
         texts = 0 if len(parts) == 1 else next(texts for texts in TEXTS if texts >= len(parts))
-        sizes = [*self.sizes, *(size for size in (SIZES[-1], *LARGE) if reads and self.sizes and not self.one_size)]
+        sizes = self._reading_sizes() if reads else [*self.sizes]
         while size := next((size for size in sizes if size >= count), 0):
             try:
                 graph = self._graph(size, longest, layers, question, texts, reads)
@@ -329,6 +327,10 @@ class GraphEngine(Engine):
                 sizes = [*self.sizes]
                 warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         return None
+
+    def _reading_sizes(self) -> list[int]:
+        """Rows of the graphs that only read."""
+        return [*self.sizes, *(size for size in (SIZES[-1], *LARGE) if self.sizes and not self.one_size)]
 
     def _make_storage(self) -> None:
         """The first forward makes the pool's storage, and is not compiled."""
