@@ -1,7 +1,8 @@
 """The losslessness receipt: a trace's text is scored again by plain forwards, and each token picked again.
 
 One forward over the whole text rounds differently from the steps that wrote it. So a token counts as right where it is
-picked again, and as a near-tie where it is not, but its score lies within a small tolerance of the best.
+picked again, and as a near-tie where it is not, but its score lies within a small tolerance of the best. In exact mode
+it does not: there the bits are the same, and each token must be picked again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .heads.storing import mismatch
 from .picking import Picker, Sampling
 from .runtime.plain import Engine
 from .text import Ending, TextStream
-from .trace import Trace, fingerprint_of
+from .trace import Trace, about, fingerprint_of
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}  # scores differ by so much from rounding
 _CHUNK = 128  # rows of a forward: their logits are in memory together
@@ -92,12 +93,20 @@ def check(decoder: Decoder, trace: Trace, tolerance: float | None = None) -> Rec
     """Score the trace's text again with the decoder's model, and pick each of its tokens again."""
     _refuse_what_cannot_be_checked(decoder, trace)
     if tolerance is None:
-        tolerance = TOLERANCES.get(decoder.model.dtype, 1e-3)
+        tolerance = 0.0 if _same_bits(decoder, trace) else TOLERANCES.get(decoder.model.dtype, 1e-3)
     if not 0 <= tolerance < math.inf:
         raise InputError(f"tolerance={tolerance} must be 0 or more, and finite.")
     sampling = decoder.sampling_for(trace.sampling, trace.prompt, trace.max_new_tokens)
     marks = judge(decoder.engine, trace.prompt, trace.tokens, sampling)
     return Receipt(marks, tolerance, [*_ending_problems(decoder, trace), *_step_problems(trace)])
+
+
+def _same_bits(decoder: Decoder, trace: Trace) -> bool:
+    """Whether forwards of the decoder have the bits of those that wrote the trace: both in exact mode, alike."""
+    mine = about(decoder.engine)
+    return decoder.engine.exact and all(
+        mine[name] == trace.about.get(name) for name in ("device", "dtype", "runtime", "torch")
+    )
 
 
 def judge(engine: Engine, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[Mark]:

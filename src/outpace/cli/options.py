@@ -31,7 +31,12 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
 Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
 Exact = Annotated[
-    bool, typer.Option("--exact", help="CUDA, or a CPU in float32: the same bits with every method, at some cost.")
+    bool | None,
+    typer.Option(
+        "--exact/--fast",
+        help="The same bits with every method and in every batch, or not. Default: exact where it costs nothing.",
+        show_default=False,
+    ),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -54,7 +54,7 @@ def generate(
     dtype: options.Dtype = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     parallel: Annotated[
         bool,
         typer.Option("--parallel", help="Deal drafts out to the ranks that torchrun started; the first one prints."),
@@ -153,7 +153,10 @@ def verify(
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Scores so near are a near-tie. Default: by the dtype, float32 0.001.", show_default=False),
+        typer.Option(
+            help="Scores so near are a near-tie. Default: by the dtype, float32 0.001; 0 for a trace of exact mode.",
+            show_default=False,
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -169,7 +172,10 @@ def verify(
     from ..trace import read_trace
 
     found = read_trace(trace)
-    decoder = load_decoder(model or found.model, dtype or found.about.get("dtype"), device)
+    runtime = found.about.get("runtime", "")
+    exact = runtime.startswith("exact")
+    how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
+    decoder = load_decoder(model or found.model, dtype or found.about.get("dtype"), device, how, exact)
     receipt = check(decoder, found, tolerance)
     if as_json:
         typer.echo(json.dumps(receipt.to_json()))

@@ -17,6 +17,8 @@ PIECE = 13  # of which it reads so many at a time
 class ExactEngine(Engine):
     """An engine for a model that computes exactly."""
 
+    exact = True
+
     def __init__(self, model: Model, compiled: bool = False) -> None:
         super().__init__(model, compiled)
         self.name = "exact, compiled" if compiled else "exact"
@@ -35,19 +37,21 @@ class ExactEngine(Engine):
         with self.pool.sequence(text) as sequence:  # all in one forward
             together = self.score(sequence, tree.draft()).logits[path].clone()
         whole, beside = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
-        return all(torch.equal(self._in_pieces(texts), together) for texts in ([whole], [*beside, whole]))
+        return all(torch.equal(in_pieces(self, texts, TEXT), together) for texts in ([whole], [*beside, whole]))
 
-    def _in_pieces(self, texts: list[list[int]]) -> torch.Tensor:
-        """The logits of the last text's end. All texts together are read in pieces, and then one by one."""
-        found: list[torch.Tensor] = []
-        with ExitStack() as stack:
-            sequences = [stack.enter_context(self.pool.sequence(text)) for text in texts]
-            done = 0
-            while done < len(texts[0]):
-                count = 1 if done >= TEXT - 1 else min(PIECE, TEXT - 1 - done)
-                works = [Work(self, each, self.pool.place_text(each, count), count) for each in sequences]
-                output = self.run(works)[-1]
-                if done >= TEXT - 1 and isinstance(output, Output):
-                    found.append(output.logits.clone())
-                done += count
-        return torch.cat(found)
+
+def in_pieces(engine: Engine, texts: list[list[int]], read: int) -> torch.Tensor:
+    """The logits of the last text's end. So much of all texts together is read in pieces, the rest one by one."""
+    found: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        sequences = [stack.enter_context(engine.pool.sequence(text)) for text in texts]
+        done = 0
+        while done < len(texts[0]):
+            single = done >= read - 1
+            count = 1 if single else min(PIECE, read - 1 - done)
+            works = [Work(engine, each, engine.pool.place_text(each, count), int(single)) for each in sequences]
+            output = engine.run(works)[-1]
+            if single and isinstance(output, Output):
+                found.append(output.logits.clone())
+            done += count
+    return torch.cat(found)

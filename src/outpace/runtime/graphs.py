@@ -33,6 +33,7 @@ from ..picking import Sampling
 from ..pool import Pool, Rows, Sequence
 from ..sending import put, send
 from .costs import CostCurve
+from .exact import in_pieces
 from .fixed import WIDTH, FixedStep
 from .plain import Engine, Question, Work, answered, joined
 from .program import LANES, Program
@@ -263,10 +264,11 @@ class GraphEngine(Engine):
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def is_exact(self) -> bool:
-        """Whether the rows of a tree have the bits that they have one by one, tried with all numbers of rows.
+        """Whether the rows of a tree have the bits that they have one by one, and a text that is read in other pieces.
 
-        A few rows cannot show it all: where layers are not compiled, torch's norms add up otherwise for other numbers
-        of rows, and that is seldom seen. So there must be one number then.
+        It is tried with numbers of rows of every kind that kernels know. A few rows cannot show it all: where layers
+        are not compiled, torch's norms add up otherwise for other numbers of rows, and that is seldom seen. So there
+        must be one number then.
         """
         text = [token % self.model.vocabulary for token in range(7, 7 + 3 * 41, 3)]
         answer = [token % self.model.vocabulary for token in (11, 5, 29, 17)]
@@ -276,7 +278,9 @@ class GraphEngine(Engine):
                 draft = chain(sequence.tokens[-1], (), "")
                 alone.append(self.score(sequence, draft).logits[0].clone())
                 self.pool.keep(sequence, draft, Verdict((0,), (token,)))
-        for rows in self.sizes:
+        if not torch.equal(in_pieces(self, [text + answer], len(text))[: len(alone)], torch.stack(alone)):
+            return False
+        for rows in {*self.sizes[::2], self.sizes[-1]}:
             tokens, parents, path = [text[-1]], [-1], [0]
             for row in range(1, rows):  # every second row goes on with the answer, while it lasts
                 on_path = row % 2 == 0 and len(path) < len(answer)

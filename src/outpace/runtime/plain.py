@@ -75,6 +75,7 @@ class Engine:
     """A model and the pool its rows live in."""
 
     name = "plain"
+    exact = False  # whether a row has the same bits whatever is computed beside it
     sizes: Items[int] = ()  # a step computes as many rows as the next of these; without them, as many as it is given
 
     def __init__(self, model: Model, compiled: bool = False) -> None:
