@@ -66,8 +66,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
             heads[kind] = widen_ready(ready, arguments.times)
     model = widen(small, arguments.times) if arguments.times > 1 else small.to("cuda", DTYPE)
     start = time.perf_counter()
-    decoder = Decoder(model, tokenizer, Autoregressive())
+    decoder = Decoder(model, tokenizer, Autoregressive(), exact=False if arguments.fast else None)
     decoder.generate("Hello", max_new_tokens=1, raw=not tokenizer.chat_template)
+    print(decoder.engine.name)
     print(f"first token {time.perf_counter() - start:.1f} s after load, compilation and capture included")
     chosen: dict[str, Method] = {
         "plain": Autoregressive(),
@@ -464,6 +465,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--only", nargs="+", help="plain, and methods that begin so")
+    parser.add_argument("--fast", action="store_true", help="not in exact mode")
     parser.add_argument("--runtime", default="plain", help="without a GPU")
     parser.add_argument("--temperature", type=float, default=0.0, help="for auto")
     parser.add_argument("--host", action="store_true", help="also with the host between the verbs of a step")
