@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from outpace import Autoregressive, Decoder, InputError, OutpaceWarning, Sampling, UnsupportedModel
+from outpace import Autoregressive, Decoder, InputError, Sampling, UnsupportedModel
 from outpace.draft import Draft, chain
 from outpace.models import products
 from outpace.models.adapter import Output
@@ -25,10 +24,8 @@ from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.pool import Packed
 from outpace.receipt import check
-from outpace.runtime import choose, graphs
 from outpace.runtime.choose import engine_for
 from outpace.runtime.exact import ExactEngine
-from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Work
 from outpace.trace import record
 
@@ -299,32 +296,6 @@ def test_other_engines_stay_as_they_are() -> None:
     engine_for(model, exact=True)
     model.unfuse()
     assert torch.equal(model._logits(text, draft), before)
-
-
-@pytest.mark.parametrize("obstacle", ["none", "device", "bits", "capture"])
-def test_it_is_the_default_where_it_is_free_and_otherwise_one_line_says_why_not(
-    obstacle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def is_exact(self: GraphEngine) -> bool:
-        if obstacle == "capture":
-            raise InputError("exact mode needs steps that a CUDA graph can capture")
-        return obstacle != "bits"
-
-    monkeypatch.setattr(choose, "_obstacle", lambda model: None)
-    monkeypatch.setattr(choose, "fetches_tiles", lambda device: obstacle != "device")
-    monkeypatch.setattr(graphs, "affordable", lambda model, memory: 512)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    monkeypatch.setattr(GraphEngine, "is_exact", is_exact)
-    reasons = {"device": "A100 is not one of", "bits": "does not give the bits", "capture": "can capture"}
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        engine = engine_for(HFModel(tiny("Llama", dtype=torch.bfloat16)))
-        assert engine_for(HFModel(tiny("Llama", dtype=torch.bfloat16)), exact=False).exact is False  # without a word
-        assert engine_for(HFModel(tiny("Llama"))).exact is False  # float32, too
-    assert engine.exact == (obstacle == "none")
-    said = [str(warning.message) for warning in found if issubclass(warning.category, OutpaceWarning)]
-    assert len(said) == (obstacle != "none")
-    assert all(reasons[obstacle] in line and "exact=False (--fast)" in line for line in said)
 
 
 def test_a_receipt_of_exact_mode_compares_bits() -> None:

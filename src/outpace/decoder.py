@@ -173,7 +173,7 @@ class Decoder:
         method: str | Method | None = None,
         *,
         runtime: str = "auto",
-        exact: bool | None = None,
+        exact: bool = False,
         memory: float = MEMORY,
         **settings: object,
     ) -> None:
@@ -530,7 +530,7 @@ def load(
     dtype: str | None = None,
     device: str | None = None,
     runtime: str = "auto",
-    exact: bool | None = None,
+    exact: bool = False,
     memory: float = MEMORY,
     **settings: object,
 ) -> Decoder:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def load_decoder(
-    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool | None = None
+    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool = False
 ) -> Decoder:
     """A decoder that writes plainly: methods are prepared for it."""
     return load_both(model, dtype, device, runtime, exact)[0]
 
 
 def load_both(
-    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool | None = None
+    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool = False
 ) -> tuple[Decoder, Any]:
     """A decoder and the transformers model in it."""
     from ..decoder import Decoder

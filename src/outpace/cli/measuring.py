@@ -55,7 +55,7 @@ def bench(
     dtype: options.Dtype = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = None,
+    exact: options.Exact = False,
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:

@@ -31,11 +31,10 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
 Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
 Exact = Annotated[
-    bool | None,
+    bool,
     typer.Option(
-        "--exact/--fast",
-        help="The same bits with every method and in every batch, or not. Default: exact where it costs nothing.",
-        show_default=False,
+        "--exact",
+        help="CUDA, or a CPU in float32: the same bits with every method and in every batch, at some cost.",
     ),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]

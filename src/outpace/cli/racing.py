@@ -53,7 +53,7 @@ def race(
     dtype: options.Dtype = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = None,
+    exact: options.Exact = False,
     raw: options.Raw = False,
     page: Annotated[Path | None, typer.Option(help="Also write the race as a page (.html), to play it again.")] = None,
     as_json: options.Json = False,

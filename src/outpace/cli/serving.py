@@ -44,7 +44,7 @@ def serve(
     dtype: options.Dtype = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = None,
+    exact: options.Exact = False,
 ) -> None:
     """Serve a model to OpenAI's clients, and a page at /."""
     from ..serve import check_installed
@@ -101,7 +101,7 @@ def chat(
     dtype: options.Dtype = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = None,
+    exact: options.Exact = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, a second one or Ctrl-D ends the chat; /new begins another."""
     from ..picking import Sampling

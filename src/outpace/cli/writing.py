@@ -54,7 +54,7 @@ def generate(
     dtype: options.Dtype = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = None,
+    exact: options.Exact = False,
     parallel: Annotated[
         bool,
         typer.Option("--parallel", help="Deal drafts out to the ranks that torchrun started; the first one prints."),

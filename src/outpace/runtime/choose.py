@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from ..errors import InputError, OutpaceWarning, UnknownNameError, UnsupportedModel
+from ..errors import InputError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
 from ..models.launching import fetches_tiles
 from .exact import ExactEngine
@@ -28,7 +27,7 @@ FEW_EXACT_ROWS = 32  # the same on others
 def engine_for(
     model: Model,
     runtime: str = "auto",
-    exact: bool | None = None,
+    exact: bool = False,
     exact_rows: int | None = None,
     join: bool = True,
     memory: float = MEMORY,
@@ -39,8 +38,7 @@ def engine_for(
 
     With `exact` the logits of a text have the same bits with every method and in every batch. On CUDA a forward then
     has `exact_rows` rows at most (by default as many as our kernels take), and all have as many where the device needs
-    that. It is checked on this model before it is believed. Without a word it is so where it costs next to nothing: on
-    GPUs from the H100 on, in bfloat16 and float16.
+    that. It is checked on this model before it is believed.
     """
     if not (isinstance(memory, (int, float)) and 0 < memory <= 1):
         raise InputError(f"memory={memory!r} is out of range: it must be a share above 0 and at most 1.")
@@ -49,10 +47,6 @@ def engine_for(
     if exact and model.device.type == "cpu":
         return _exact_on_cpu(model, runtime)
     obstacle = _obstacle(model)
-    if exact is None and join and runtime in ("auto", "graphs") and not obstacle:
-        engine = _exact_if_free(model, memory)
-        if engine is not None:
-            return engine
     if exact:
         if runtime not in ("auto", "graphs"):
             raise InputError(f"exact mode needs runtime='graphs', not {runtime!r}.")
@@ -87,32 +81,6 @@ def _obstacle(model: Model) -> str | None:
         return "triton is not installed"
     if not model.lists:
         return f"{model.name} has attention that slot lists cannot express"
-    return None
-
-
-def _exact_if_free(model: Any, memory: float) -> GraphEngine | None:
-    """An engine in exact mode, where that costs next to nothing. Otherwise None, and one line that says why."""
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        return None  # other numbers leave little to rounding
-    if not fetches_tiles(model.device):
-        reason = f"{torch.cuda.get_device_name(model.device)} is not one of the large GPUs from the H100 on"
-    else:
-        _fuse(model)
-        _replace_products(model, always=True)
-        engine = GraphEngine(model, exact_rows=EXACT_ROWS, memory=memory)
-        try:
-            if engine.is_exact():
-                return engine
-            reason = "on this GPU a tree does not give the bits of single steps"
-        except InputError as error:
-            reason = str(error)
-        model.unfuse()
-    warnings.warn(
-        f"{model.name} runs in fast mode: {reason}. Where two tokens are nearly tied, a text may differ from plain "
-        "decoding's. exact=False (--fast) asks for that without this line.",
-        OutpaceWarning,
-        stacklevel=2,
-    )
     return None
 
 
