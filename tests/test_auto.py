@@ -35,6 +35,7 @@ from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.sizes import LONGEST, TRIED, WAIT, Arm, Gains, Sizes
+from outpace.sources.recycle import SALTS, Recycle
 from outpace.step.chances import CUTS, FREE, KNOTS, SOURCES, Chances
 from outpace.step.nodes import NEVER, believed, knots_of, plant
 
@@ -403,3 +404,37 @@ def test_models_that_compute_chains_only_and_bad_settings() -> None:
         Auto(heads=True)
     with pytest.raises(InputError, match="rows=0"):
         Auto(rows=0)
+
+
+def test_what_the_model_said_is_carried_to_the_next_text_of_the_same_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, str]] = []
+    for name in ("recall", "leave"):
+        whole = getattr(Recycle, name)
+
+        def told(self: Recycle, lane: int, salt: str, name: str = name, whole: Any = whole) -> None:
+            said.append((name, salt))
+            whole(self, lane, salt)
+
+        monkeypatch.setattr(Recycle, name, told)
+    decoder = decoder_of(tiny("Llama"))
+    for salt in ("a", "b"):
+        batch = decoder.batch()
+        batch.add(prompt_of(4), method=Auto(heads=False), max_new_tokens=8, salt=salt)
+        assert all(isinstance(step, Step) for _, step in batch)
+    assert said == [("recall", "a"), ("leave", "a"), ("recall", "b"), ("leave", "b")]
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_nothing_is_carried_from_one_salt_to_another(carried: bool) -> None:
+    source = Recycle(2, 8, 3, torch.device("cpu"), carried=carried)
+    source._known[0, 5] = 5
+    source._chances[0, -1] = 0.0
+    source.leave(0, "a")
+    for salt in ("b", "a"):
+        source.open(1, [1], 0)
+        source.recall(1, salt)
+        assert (source._known[1, 5] == 5) == (carried and salt == "a")
+        assert (source._chances[1, -1] == NEVER).all()  # runners-up are a text's own
+    for number in range(2 * SALTS):
+        source.leave(0, str(number))
+    assert [*source._left] == [str(number) for number in range(SALTS, 2 * SALTS) if carried]

@@ -195,6 +195,7 @@ class Program:
             self.choices.open(lane, sampling, sequence.tokens, sequence.written)
             for source in self.sources:
                 source.open(lane, sequence.tokens, sampling.seed)
+                source.recall(lane, sequence.salt)
                 if isinstance(source, Reading) and seen:
                     fed = self._feed(source, seen if source.reads_text else seen[-1:], sequence)
                     source.expect(lane, fed, *alone(sequence, sampling, self.lanes.device))
@@ -239,7 +240,7 @@ class Program:
             with torch.inference_mode():
                 self.lanes.limits[place.lane].fill_(0)
                 for source in self.sources:
-                    source.close(place.lane)
+                    source.leave(place.lane, sequence.salt)
 
     def _hand_back(self, place: Place, sequence: Sequence, written: Items[int]) -> None:
         """Tell the sequence which slots its text has by now. Steps only change the order of those behind it."""

@@ -35,7 +35,10 @@ class Source:
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         """A text begins in a lane."""
 
-    def close(self, lane: int) -> None:
+    def recall(self, lane: int, salt: str) -> None:
+        """Let a text that has just begun know what those of the same salt have left."""
+
+    def leave(self, lane: int, salt: str) -> None:
         """It has ended."""
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:

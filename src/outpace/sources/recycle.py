@@ -4,9 +4,9 @@ Most rows of a step are rejected, but the model has said what it expects after e
 the row's token alone, whatever stood before it, and is the next guess wherever that token comes again. Known as Token
 Recycling.
 
-The memory is each lane's own. It begins empty, or with what the last text that ended has left: that knows more tokens,
-but then the steps of a text depend on what was written before it. The prompt's rows would fill it too, but they have no
-logits: by estimate, to compute them takes about as long as what they win.
+The memory is each lane's own. It begins empty, or with what the last text of the same salt has left: that knows more
+tokens, but then the steps of a text depend on what was written before it. The prompt's rows would fill it too, but they
+have no logits: by estimate, to compute them takes about as long as what they win.
 
 The runners-up are what the model ranked second, third, … where it chose the text's last token. Often one of them comes
 right after it. Known from LogitSpec.
@@ -27,6 +27,7 @@ from .base import Source
 from .heads import Ranks, likely_paths
 
 SIZE = 2**13  # tokens that a lane remembers at most; those that are equal modulo this push each other out
+SALTS = 16  # what texts have left is kept for so many
 DEEPEST = 6  # tokens ahead
 BEHIND: Sequence[Ranks] = ((), (0,))  # the ranks that follow each runner-up
 NONE = -1  # in place of a token
@@ -72,7 +73,8 @@ class Recycle(Source):
         self._next = torch.zeros(lanes, size + 2, ranks, dtype=torch.int32, device=device)
         self._chances = torch.full((lanes, size + 2, ranks), NEVER, device=device)
         self.state = (self._known, self._next, self._chances)
-        self._left = [part[0].clone() for part in self.state] if carried else []  # by the last text
+        self._carried = carried
+        self._left: dict[str, list[torch.Tensor]] = {}  # by the last text of each salt, the newest last
         trust = [0.0, *RUNNERS, *[RUNNERS[-1]] * ranks][:ranks]
         self._trust = torch.tensor(trust).log().to(device) if runners else None  # [ranks]
         self._depths = torch.tensor([len(way) for way in ways], device=device)
@@ -81,13 +83,19 @@ class Recycle(Source):
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         self._known[lane].fill_(NONE)
-        for part, left in zip(self.state, self._left, strict=False):
-            part[lane].copy_(left)
         self._chances[lane, -1].fill_(NEVER)
 
-    def close(self, lane: int) -> None:
-        for part, left in zip(self.state, self._left, strict=False):
-            left.copy_(part[lane])
+    def recall(self, lane: int, salt: str) -> None:
+        for part, left in zip(self.state, self._left.get(salt, ()), strict=False):
+            part[lane].copy_(left)
+        self._chances[lane, -1].fill_(NEVER)  # the runners-up were the other text's
+
+    def leave(self, lane: int, salt: str) -> None:
+        if self._carried:
+            self._left.pop(salt, None)
+            self._left[salt] = [part[lane].clone() for part in self.state]
+            if len(self._left) > SALTS:
+                del self._left[next(iter(self._left))]
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         if fused.usable(texts.device):
