@@ -6,6 +6,7 @@ import math
 import random
 from contextlib import ExitStack
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,7 +232,14 @@ class Written:
 
 @pytest.fixture
 def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two lengths, with a few of them in a group."""
+    """Of two lengths, with a few of them in a group. In memory that nothing was written to lies the worst there is."""
+    empty = torch.Tensor.new_empty
+
+    def new_empty(self: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
+        made = empty(self, *shape, **options)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     for name, value in {"FINE": 64, "COARSE": 128, "TURN": 128, "TOGETHER": 2}.items():
         monkeypatch.setattr(attention, name, value)
 

@@ -498,14 +498,15 @@ def exact_part(
 def _load_parts(
     sums, peaks, weights, number, rows, heads, row, head, there, SIZE: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
+    """Of a part without keys only the peak was written."""
     part = tl.arange(0, PADDED)
     stored = (number * rows + row) * heads + head
+    peak = tl.load(peaks + stored, mask=there, other=float("-inf"))
+    there = there & (peak > float("-inf"))
+    weight = tl.load(weights + stored, mask=there, other=0.0)
     within = tl.expand_dims(there, 2) & (part < SIZE)[None, None, :]
-    return (
-        tl.load(peaks + stored, mask=there, other=float("-inf")),
-        tl.load(weights + stored, mask=there, other=0.0),
-        tl.load(sums + tl.expand_dims(stored.to(tl.int64), 2) * SIZE + part[None, None, :], mask=within, other=0.0),
-    )
+    place = sums + tl.expand_dims(stored.to(tl.int64), 2) * SIZE + part[None, None, :]
+    return peak, weight, tl.load(place, mask=within, other=0.0)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -565,7 +566,7 @@ def exact_merge(
         sums, peaks, weights, tl.zeros([1, 1], tl.int32), rows, heads, row, heads_here, real, SIZE, PADDED
     )
     peak_all, weight_all, total_all = _fold(peak_all, weight_all, total_all, mine[0], mine[1], mine[2])
-    weight_all = tl.where(real, weight_all, 1.0)
+    weight_all = tl.where(weight_all > 0, weight_all, 1.0)  # a row of a lane at rest may see nothing
     found = total_all / tl.expand_dims(weight_all, 2)
     place = mixed + (row * heads + tl.expand_dims(heads_here, 2)) * SIZE + part[None, None, :]
     tl.store(place, found, mask=tl.expand_dims(real, 2) & (part < SIZE)[None, None, :])

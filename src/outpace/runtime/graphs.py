@@ -93,7 +93,8 @@ class GraphEngine(Engine):
 
     @property
     def most_texts(self) -> int:
-        # In exact mode on a GPU texts together had NaN once (docs/log.md): until that is mended they take turns.
+        # In exact mode on a GPU texts together had NaN once (docs/log.md). Until one has shown that it is mended, they
+        # take turns.
         turns = self.one_size or (self.exact and self.pool.device.type == "cuda")
         return TEXTS[-1] if self.model.packs and not turns else 1
 
