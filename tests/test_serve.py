@@ -597,6 +597,16 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         assert isinstance(found.service.error, InputError)
 
 
+def test_no_store_is_shared_by_several_keys() -> None:
+    decoder = new_decoder()
+    decoder.method = decoder.prepare(PromptLookup(store=64))
+    with running(decoder, wait=False, api_keys=("one" * 8, "two" * 8)) as found:
+        while found.service.state == "loading":
+            time.sleep(0.01)
+        assert isinstance(found.service.error, InputError)
+        assert "store=0" in str(found.service.error)
+
+
 ANSWERS = [
     'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": 2}]}}\n</tool_call> and <tool_call>'
     '{"arguments": {"x": 1}, "name": "g"}</tool_call>',

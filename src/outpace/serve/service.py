@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..decoder import Decoder
 from ..draft import Step
-from ..errors import UnknownNameError
+from ..errors import InputError, UnknownNameError
 from ..methods import METHODS
 from ..picking import Sampling
 from .faults import Fault, fault_of, not_ready
@@ -51,6 +51,11 @@ class Service:
     def _load(self) -> None:
         try:
             decoder = self._source if isinstance(self._source, Decoder) else self._source()
+            if len(self.settings.api_keys) > 1 and getattr(decoder.method, "store", False):
+                raise InputError(
+                    f"{decoder.method.name}'s store would let texts of one API key be guessed from those of another. "
+                    "Serve with store=0, or with one key."
+                )
             if self.settings.warm:
                 for method in (decoder.method, decoder.prepare(PLAIN)):
                     warm(decoder, method, self.settings.max_texts)
