@@ -2,11 +2,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all lint docs format clean
 
 demo: $(READY)
-	$(BIN)/outpace race --methods autoregressive,jacobi,prompt-lookup,lookahead,amphista,adadecode,auto \
-		--set adadecode.control=fixed --set adadecode.exits=24 --page out/race.html
+	$(BIN)/outpace race --methods autoregressive,auto --transformers --page out/race.html
+	$(BIN)/outpace race --methods autoregressive,jacobi,prompt-lookup,lookahead,amphista,adadecode \
+		--set adadecode.control=fixed --set adadecode.exits=24 --page out/methods.html
 
 test: $(READY)
 	$(BIN)/pytest -m "not slow" -n 2 --dist loadgroup
@@ -19,6 +20,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -29,4 +33,8 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/.docs: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@

@@ -339,6 +339,15 @@ class TestRace:
         assert first["speed"] == 1
         assert second["differs_at"] is None
 
+    def test_transformers_runs_too(self, folder: Path, tmp_path: Path) -> None:
+        methods = ("--methods", "autoregressive,auto", "--transformers")
+        result = self.run(folder, *methods, "--page", tmp_path / "race.html")
+        assert result.stdout.endswith("identical: 3 methods wrote the same 24 tokens\n")
+        assert "transformers generate" in (tmp_path / "race.html").read_text()
+        first, _, last = json.loads(self.run(folder, *methods, "--json").stdout)["runs"]
+        assert (last["method"], last["steps"], last["text"]) == ("transformers generate", 24, first["text"])
+        assert_refused(self.run(folder, *methods, "--temperature", 0.8), "--temperature 0")
+
     def test_settings_over_the_small_ones_for_a_cpu(self, folder: Path) -> None:
         answer = json.loads(self.run(folder, "--json", "--set", "lookahead.window=3").stdout)
         settings = {run["method"]: run["settings"] for run in answer["runs"]}
@@ -360,7 +369,7 @@ class TestRace:
     def test_refused_before_the_model_is_loaded(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: tuple[str, ...]
     ) -> None:
-        monkeypatch.setattr(cli.racing, "load_decoder", lambda *_: pytest.fail("the model was loaded"))
+        monkeypatch.setattr(cli.racing, "load_both", lambda *_: pytest.fail("the model was loaded"))
         assert_refused(self.run(folder, *arguments), *words)
 
     def test_no_tokens_to_write(self, folder: Path) -> None:

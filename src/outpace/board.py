@@ -178,7 +178,7 @@ def print_race(console: Console, board: Board, methods: Sequence[Method], outcom
     else:
         typer.echo(outcome.runs[0].text)  # as it is; rich would drop control characters
     console.print(_table(outcome))
-    for method, run in zip(methods, outcome.runs, strict=True):
+    for method, run in zip(methods, outcome.runs, strict=False):  # a run of transformers, behind them, has no settings
         settings = " ".join(f"{name}={json.dumps(value)}" for name, value in settings_of(method).items())
         console.print(Text(f"{method.name}: {settings or 'no settings'}; {guesses(run)}", style="dim"))
     console.print(Text(outcome.verdict, style="bold green" if outcome.identical else "bold red"))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import InputError
 from . import options
-from .loading import load_decoder
+from .loading import load_both
 from .settings import choose_for_race
 
 if TYPE_CHECKING:
@@ -55,26 +57,39 @@ def race(
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
     raw: options.Raw = False,
+    transformers: Annotated[
+        bool, typer.Option(help="Let transformers' own generate run too, after the methods.")
+    ] = False,
     page: Annotated[Path | None, typer.Option(help="Also write the race as a page (.html), to play it again.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Let several methods write the same answer, one after another, and compare. Exit code 1 if the texts differ."""
+    from ..bench.entries import Task, Transformers
     from ..bench.harness import Settings
     from ..bench.recording import Recorder
     from ..board import Board, console_for_output, print_race
     from ..picking import Sampling
-    from ..race import run
+    from ..race import Race, run
     from ..report import check_page
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     check_page(page)
+    if transformers and temperature > 0:
+        raise InputError("--transformers needs --temperature 0: generate draws its samples from noise of its own.")
     chosen = choose_for_race(options.listed(methods), settings, device)
     text = options.read_prompt(prompt)
-    decoder = load_decoder(model, dtype, device, runtime, exact)
+    decoder, loaded = load_both(model, dtype, device, runtime, exact)
     entered = [decoder.prepare(name, **given) for name, given in chosen]
     recorder = Recorder(decoder, entered)
+
+    def finish(outcome: Race) -> Race:
+        if not transformers:
+            return outcome
+        task = Task(decoder.encode(text, raw), sampling, max_new_tokens, record=page is not None)
+        return Race([*outcome.runs, recorder.add(Transformers(decoder, loaded), task)])
+
     if as_json:
-        outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, recorder.show)
+        outcome = finish(run(decoder, entered, text, sampling, max_new_tokens, raw, recorder.show))
         typer.echo(json.dumps(_race_json(decoder, entered, text, outcome)))
     else:
         console = console_for_output()
@@ -85,7 +100,7 @@ def race(
             board.show(number, lane, step)
 
         with board:
-            outcome = run(decoder, entered, text, sampling, max_new_tokens, raw, show)
+            outcome = finish(run(decoder, entered, text, sampling, max_new_tokens, raw, show))
         print_race(console, board, entered, outcome)
     if page is not None:
         _write_page(recorder.results(text, Settings(max_new_tokens, sampling=sampling, raw=raw), outcome), page)
@@ -129,11 +144,11 @@ def _race_json(decoder: Decoder, methods: Sequence[Method], prompt: str, outcome
         {
             **run.to_json(),
             "sources": run.sources,
-            "settings": settings_of(method),
+            "settings": {} if method is None else settings_of(method),
             "speed": outcome.speed(run),
             "differs_at": outcome.differs_at(run),
         }
-        for method, run in zip(methods, outcome.runs, strict=True)
+        for method, run in zip_longest(methods, outcome.runs)  # transformers' run, the last, has no method
     ]
     return {
         "model": decoder.model.name,
