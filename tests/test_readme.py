@@ -1,28 +1,51 @@
-"""The README's Python runs as it stands, but that texts are shorter."""
+"""The Python of the README and of the docs runs as it stands, but that texts are shorter; their commands are known."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+from outpace.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.embedded
-def test_python_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
-    names: dict[str, object] = {}
-    for block in blocks:
-        short = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block)
-        exec(compile(short, "README.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert "steps" in printed
-    assert "def fibonacci(n):" in printed
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def test_python(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks(page, "python"):
+        short = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block) if "assert " not in block else block
+        exec(compile(short, str(page), "exec"), names)
 
 
-def test_links_in_the_readme() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (Path(__file__).parents[1] / target).exists(), target
+def commands() -> list[str]:
+    found = [line for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()]
+    calls = [part.strip() for line in found for part in line.split("&&")]
+    return sorted({call for call in calls if call.startswith("outpace ")})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands(command: str) -> None:
+    """Every option there is, and every command."""
+    words = shlex.split(command.split(" > ")[0], comments=True)[1:]
+    root = get_command(app)
+    context = root.make_context("outpace", list(words))
+    name, found, rest = root.resolve_command(context, words)  # type: ignore[attr-defined]
+    found.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target

@@ -6,6 +6,7 @@ import ast
 import doctest
 import functools
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,27 @@ def test_examples_in_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+WIDEST = 120
+PRAGMA = re.compile(r"\s+# (noqa|type: ignore).*")  # for tools, as ruff has it
+REPOSITORY = Path(__file__).parents[1]
+CODE = ("*.py", "*.cpp", "*.h", "*.toml", "*.yml", "Makefile")
+
+
+def files_of(*kinds: str) -> list[Path]:
+    folders = ("src", "tests", "scripts", "docs")
+    found = [file for kind in kinds for folder in folders for file in (REPOSITORY / folder).rglob(kind)]
+    return sorted([*found, *(file for kind in kinds for file in REPOSITORY.glob(kind))])
+
+
+def test_no_line_is_too_long() -> None:
+    """Code and Markdown. A row of a Markdown table cannot be broken: those of the log and of results may be longer."""
+    records = (REPOSITORY / "docs" / "log.md", *files_of("log/*.md", "results/*.md"))
+    long = [
+        f"{file.relative_to(REPOSITORY)}:{number}"
+        for file in files_of(*CODE, "*.md")
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(PRAGMA.sub("", line)) > WIDEST and not (file in records and line.startswith("|"))
+    ]
+    assert long == []

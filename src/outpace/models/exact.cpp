@@ -32,7 +32,8 @@ struct Stored {
   const float* first;
   int64_t head, slot;
 
-  explicit Stored(const Tensor& from) : first(from.const_data_ptr<float>()), head(from.stride(1)), slot(from.stride(2)) {}
+  explicit Stored(const Tensor& from)
+      : first(from.const_data_ptr<float>()), head(from.stride(1)), slot(from.stride(2)) {}
   const float* of(int64_t which) const { return first + which * head; }
 };
 
@@ -56,7 +57,8 @@ struct Attention {
     Vector sums[SUMS] = {};
     int64_t place = 0;
     for (; place + STEP <= size; place += STEP)
-      for (int sum = 0; sum < SUMS; sum++) sums[sum] += load(asked + place + sum * WIDTH) * load(key + place + sum * WIDTH);
+      for (int sum = 0; sum < SUMS; sum++)
+        sums[sum] += load(asked + place + sum * WIDTH) * load(key + place + sum * WIDTH);
     for (; place + WIDTH <= size; place += WIDTH) sums[0] += load(asked + place) * load(key + place);
     float score = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; place < size; place++) score += asked[place] * key[place];
@@ -95,14 +97,15 @@ struct Attention {
     for (; place + WIDTH <= size; place += WIDTH) mix<1>(value + place, slots, weights, sum, mixed + place);
     for (; place < size; place++) {
       float one = 0;
-      for (size_t seen = 0; seen < slots.size(); seen++) one += weights[seen] * value[slots[seen] * values.slot + place];
+      for (size_t seen = 0; seen < slots.size(); seen++)
+        one += weights[seen] * value[slots[seen] * values.slot + place];
       mixed[place] = one / sum;
     }
   }
 };
 
-// [1, rows, heads, size] of `asked` [1, heads, rows, size], `keys` and `values` [1, key heads, slots, size], in which the
-// numbers of a head lie one after the other. exact.py says what the lists are (`Seen`).
+// [1, rows, heads, size] of `asked` [1, heads, rows, size], `keys` and `values` [1, key heads, slots, size], in which
+// the numbers of a head lie one after the other. exact.py says what the lists are (`Seen`).
 Tensor attention(const Tensor& asked, const Tensor& keys, const Tensor& values, const Tensor& text, const Tensor& first,
                  const Tensor& past, const Tensor& positions, const Tensor& tails, int64_t window, double scaling,
                  double softcap) {
@@ -177,7 +180,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outpace, library) {
       "Tensor positions, Tensor tails, int window, float scaling, float softcap) -> Tensor");
   for (const char* schema :
        {"exact_cos(Tensor x) -> Tensor", "exact_exp(Tensor x) -> Tensor", "exact_gelu(Tensor x) -> Tensor",
-        "exact_gelu_tanh(Tensor x) -> Tensor", "exact_mean(Tensor x) -> Tensor", "exact_sigmoid(Tensor x) -> Tensor", "exact_silu(Tensor x) -> Tensor",
+        "exact_gelu_tanh(Tensor x) -> Tensor", "exact_mean(Tensor x) -> Tensor", "exact_sigmoid(Tensor x) -> Tensor",
+        "exact_silu(Tensor x) -> Tensor",
         "exact_sin(Tensor x) -> Tensor", "exact_tanh(Tensor x) -> Tensor"})
     library.def(schema);
 }

@@ -43,7 +43,7 @@ struct Product {
     const float* x = rows + row * inputs;
     const float* w = weights + output * inputs;
     Vector sums[N][M][SUMS] = {};
-    // No branches here: they might keep the compiler from fusing some multiplications with their additions and not others.
+    // No branches here: they might keep the compiler from fusing some products with their additions and not others.
     auto step = [&](const float* values, const float* factors, int64_t stride) {
       for (int sum = 0; sum < SUMS; sum++) {
         Vector weight[N];
@@ -55,7 +55,7 @@ struct Product {
       }
     };
     int64_t k = 0;
-    if (M > 1 && row == 0) {  // the first to read these weights; a single row reads them in one stream, which needs no help
+    if (M > 1 && row == 0) {  // the first to read these weights; a single row reads one stream, which needs no help
       for (; k + GROUP <= inputs; k += GROUP) {
         for (int ahead = 0; ahead < N * GROUP; ahead += LINE)
           __builtin_prefetch(w + AHEAD * N * inputs + N * k + ahead, 0, 2);
@@ -93,7 +93,8 @@ struct Product {
     if (last - first == 1) {
       for (int n = 0; n < N; n++) block<1, 1>(first, output + n);
     } else {
-      for (int64_t row = first; row < last; row += ROWS) some<N, ROWS>(row, output, std::min<int64_t>(ROWS, last - row));
+      for (int64_t row = first; row < last; row += ROWS)
+        some<N, ROWS>(row, output, std::min<int64_t>(ROWS, last - row));
     }
   }
 

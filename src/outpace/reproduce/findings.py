@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -13,6 +14,7 @@ from ..chart import can_plot, save_lines
 from ..files import write_whole
 
 KIND, VERSION = "outpace reproduction", 1
+WIDTH = 120  # of a page's lines, tables aside
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class Table:
         """The table, its note and its claims."""
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
         table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-        claims = "\n".join(f"- {claim}" for claim in self.claims)
-        return "\n\n".join(part for part in (f"## {self.title}", table, self.note, claims) if part)
+        claims = "\n".join(_wrapped(f"- {claim}", "  ") for claim in self.claims)
+        return "\n\n".join(part for part in (f"## {self.title}", table, _wrapped(self.note), claims) if part)
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,11 @@ class Findings:
 
     def markdown(self, command: str = "", plots: Iterable[str] = ()) -> str:
         """The whole page, with the command that made it and links to plots that lie beside it."""
-        made = [f"    {command}"] if command else []
+        made = [" \\\n".join(_wrapped(command, "      ", "    ", WIDTH - 2).splitlines())] if command else []
         pictures = [f"![{name}]({name})" for name in plots]
         tables = [table.markdown() for table in self.tables]
-        return "\n\n".join([f"# {self.paper}", *made, self.about, *tables, *pictures, f"**{self.verdict}.**"]) + "\n"
+        about = _wrapped(self.about)
+        return "\n\n".join([f"# {self.paper}", *made, about, *tables, *pictures, f"**{self.verdict}.**"]) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """The findings as plain values."""
@@ -130,6 +133,11 @@ class Findings:
         page = folder / f"{stem}.md"
         write_whole(page, self.markdown(command, drawn))
         return page
+
+
+def _wrapped(text: str, indent: str = "", first: str = "", width: int = WIDTH) -> str:
+    lines = textwrap.TextWrapper(width, first, indent, break_long_words=False, break_on_hyphens=False)
+    return lines.fill(text)
 
 
 def number(value: float | None, mark: str = "", digits: int = 2) -> str:
