@@ -2,7 +2,7 @@
 
     Draft ──score──▶ Scores ──verify──▶ Verdict ──▶ Step
 
-Everything here is pure: no model, no device, no clock.
+Everything here is pure: functions of their arguments, without a model or a clock.
 """
 
 from __future__ import annotations

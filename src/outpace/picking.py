@@ -28,7 +28,7 @@ Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
-NOISED = 256  # among so many best tokens, noise decides which a drafter expects
+NOISED = 256  # a drafter adds the noise to this many of the best tokens, to foresee which will be drawn
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -42,8 +42,8 @@ def bench(
         ),
     ] = [],  # noqa: B006
     tasks: Annotated[str, typer.Option(help="Names of tasks with commas between. Default: all.")] = "",
-    each: Annotated[int, typer.Option(help="The first so many questions of each task; 0: all.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Times over all questions.")] = 1,
+    each: Annotated[int, typer.Option(help="Take the first N questions of each task; 0: all.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How many times each question is run.")] = 1,
     traces: Annotated[
         Path | None, typer.Option(help="A folder: each new run of ours leaves a trace there, for `outpace verify`.")
     ] = None,

@@ -18,23 +18,28 @@ DTYPES = "float32|bfloat16|float16|fastest"
 Model = Annotated[str, typer.Option(help="An embedded model (see `outpace models`), a folder, or a hub id.")]
 MaxNewTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens with this probability.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling: from the fewest tokens with this total probability.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text with every method.")]
 Dtype = Annotated[
     str | None,
     typer.Option(
         metavar=DTYPES,
-        help="Default: float32 on a CPU, otherwise bfloat16. fastest: what this machine computes in less time.",
+        help="Default: float32 on a CPU, otherwise bfloat16. fastest: measure both and take the faster.",
         show_default=False,
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.", show_default=False)]
-Runtime = Annotated[str, typer.Option(metavar="auto|plain|compiled|graphs", help="How steps are executed.")]
+Runtime = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|plain|compiled|graphs", help="How forward passes run. auto: graphs on CUDA, else plain."
+    ),
+]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="CUDA, or a CPU in float32: the same bits with every method and in every batch, at some cost.",
+        help="Bit-identical logits with every method, at some cost. CUDA, or a CPU in float32.",
     ),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]

@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="How to draft, where a request does not say.")] = "auto",
+    method: Annotated[str, typer.Option(help="How to draft, unless a request says otherwise.")] = "auto",
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
     ] = [],  # noqa: B006
-    host: Annotated[str, typer.Option(help="The address to listen at. Others than this machine's need keys.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at. Any but this machine's own needs --api-key-file.")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 8000,
     api_key_file: Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: --model.")] = None,
     max_texts: Annotated[int, typer.Option(help="Texts that are written at the same time.", min=1)] = 64,
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; further ones are refused.", min=1)] = 256,
-    max_new_tokens: Annotated[int, typer.Option(help="Where a request does not say.", min=1)] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(help="Limit for requests that set none.", min=1)] = 4096,
     memory: Annotated[float, typer.Option(help="The share of a GPU's free memory for the KV cache.")] = 0.9,
-    slots: Annotated[int, typer.Option(help="Tokens of the KV cache on a CPU.", min=1)] = 2**14,
+    slots: Annotated[int, typer.Option(help="Size of the KV cache on a CPU, in tokens.", min=1)] = 2**14,
     keep: Annotated[
         int | None,
-        typer.Option(help="Tokens of ended texts that are kept for later turns. Default: all on a GPU, else 4096."),
+        typer.Option(help="Prefix cache: tokens of ended texts kept for reuse. Default: all on a GPU, else 4096."),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds for a request.")] = 600.0,
-    drain: Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")] = 30.0,
-    warm: Annotated[bool, typer.Option(help="Make every size of step before the first request.")] = True,
+    deadline: Annotated[float, typer.Option(help="Time limit of a request, in seconds.")] = 600.0,
+    drain: Annotated[float, typer.Option(help="Seconds that open requests have after SIGTERM.")] = 30.0,
+    warm: Annotated[bool, typer.Option(help="Compile and capture every batch size before the first request.")] = True,
     dtype: options.Dtype = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",

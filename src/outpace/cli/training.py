@@ -28,18 +28,22 @@ def train(
     settings: Annotated[
         list[str], typer.Option("--set", metavar="KIND.NAME=VALUE", help="A setting of the heads. May be repeated.")
     ] = [],  # noqa: B006
-    updates: Annotated[int, typer.Option(help="Stop after so many updates.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Or after so many minutes.")] = 0.0,
-    tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 16384,
-    rate: Annotated[float, typer.Option(help="The highest learning rate of matrices, by Muon.")] = 1e-2,
-    vector_rate: Annotated[float, typer.Option(help="The same for norms and biases, by AdamW.")] = 3e-3,
-    weight: Annotated[float, typer.Option(help="Of each head's loss, relative to the head before it.")] = 0.8,
-    hard: Annotated[float, typer.Option(help="Share of the loss that counts the model's choice alone.")] = 0.0,
+    updates: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = 0.0,
+    tokens: Annotated[int, typer.Option(help="Tokens in an optimizer step.")] = 16384,
+    rate: Annotated[float, typer.Option(help="Peak learning rate of matrices (Muon).")] = 1e-2,
+    vector_rate: Annotated[float, typer.Option(help="Peak learning rate of norms and biases (AdamW).")] = 3e-3,
+    weight: Annotated[float, typer.Option(help="Weight of each head's loss, relative to the head before it.")] = 0.8,
+    hard: Annotated[
+        float, typer.Option(help="Share of the loss on hard labels, the rest being on the model's distribution.")
+    ] = 0.0,
     held_out: Annotated[int, typer.Option(help="Prompts kept back, to measure accuracies on.")] = 256,
-    rounds: Annotated[int, typer.Option(help="How often all prompts are answered.")] = 1,
-    batch: Annotated[int, typer.Option(help="Prompts that are answered at a time.")] = 256,
+    rounds: Annotated[int, typer.Option(help="How many answers to each prompt.")] = 1,
+    batch: Annotated[int, typer.Option(help="Batch size when answering.")] = 256,
     new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
-    answer_minutes: Annotated[float, typer.Option(help="Stop answering after so long; 0: when all is answered.")] = 0.0,
+    answer_minutes: Annotated[
+        float, typer.Option(help="Stop answering after this many minutes; 0: answer everything.")
+    ] = 0.0,
     seed: options.Seed = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
     plot: Annotated[

@@ -29,27 +29,33 @@ def generate(
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     method: Annotated[
-        str | None, typer.Option(help="How to draft. Default: lookahead, on a CPU prompt-lookup.", show_default=False)
+        str | None, typer.Option(help="How to draft. Default: auto, which picks for itself.", show_default=False)
     ] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
     ] = [],  # noqa: B006 (typer copies it)
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the so many best tokens; 0 is off.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens; 0 is off.")] = 0,
     top_p: options.TopP = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out tokens below this part of the best one's probability.")] = 0.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this fraction of the best one.")] = 0.0,
     repetition_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Above 1 discourages tokens of the prompt and answer. Default: as the model's generation_config says.",
+            help="Above 1 discourages tokens of prompt and answer. Default: as in the model's generation_config.",
             show_default=False,
         ),
     ] = None,
-    presence_penalty: Annotated[float, typer.Option(help="Taken off the logit of a token that the answer has.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time that the answer has it.")] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted once from the logit of a token in the answer.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted for each time the token occurs in the answer.")
+    ] = 0.0,
     seed: options.Seed = 0,
-    rule: Annotated[str, typer.Option(metavar="keyed|rejection", help="How samples are drawn.")] = "keyed",
+    rule: Annotated[
+        str, typer.Option(metavar="keyed|rejection", help="How samples are drawn: keyed noise, or rejection sampling.")
+    ] = "keyed",
     stop: Annotated[list[str], typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = [],  # noqa: B006
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -57,15 +63,15 @@ def generate(
     exact: options.Exact = False,
     parallel: Annotated[
         bool,
-        typer.Option("--parallel", help="Deal drafts out to the ranks that torchrun started; the first one prints."),
+        typer.Option("--parallel", help="Split each draft over the ranks that torchrun started; rank 0 prints."),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(help="With --parallel: a rank that is silent for so many seconds is an error.")
+        float, typer.Option(help="With --parallel: fail when a rank is silent for this many seconds.")
     ] = 120.0,
     raw: options.Raw = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With --json: how likely each token is, and so many of the likeliest.", show_default=False),
+        typer.Option(help="With --json: log probabilities, and this many alternatives a token.", show_default=False),
     ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="The answer must be JSON that fits the schema in this file.")
@@ -74,7 +80,7 @@ def generate(
         str | None, typer.Option(help="The answer must match this regular expression as a whole.", show_default=False)
     ] = None,
     prediction: Annotated[
-        Path | None, typer.Option(help="A text that the answer is expected to be, wholly or in parts: only a guess.")
+        Path | None, typer.Option(help="A text that the answer is expected to resemble, to draft from.")
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
@@ -154,7 +160,7 @@ def verify(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Scores so near are a near-tie. Default: by the dtype, float32 0.001; 0 for a trace of exact mode.",
+            help="Logits this close count as a tie. Default: by dtype (float32 0.001); 0 for a trace of exact mode.",
             show_default=False,
         ),
     ] = None,

@@ -1,6 +1,6 @@
 """The adapter to transformers: with `whole.py` the only module that knows its internals.
 
-A model's modules are mirrored: shallow copies that share every weight, so that the user's model is never touched. In
+A model's modules are mirrored: shallow copies that share every weight, so that the user's modules stay as they are. In
 the mirror each decoder layer stands behind a Gate, which can skip it and hands it the mask made for it, and
 attention goes through `attend`. One ordinary forward of the mirror then runs any range of layers on any rows, with the
 architecture's own embeddings, rotary tables, norms and scalings, and no code for any one architecture here.
@@ -277,7 +277,7 @@ class HFModel:
         error = _disagreement(together, apart)
         if error < ROUNDING:
             return
-        # Numbers of 16 bits are rounded otherwise beside other rows. But tokens that a row must not see may be any.
+        # In 16 bits, rounding depends on how many rows a forward has. But tokens that a row must not see may be any.
         slight, limit, most = (0.03, 0.05, 0.15) if torch.finfo(self.dtype).bits == 16 else (ROUNDING, ROUNDING, 0.01)
         seen = _disagreement(together[:1], self._together(text, left, other)[:1])
         if error >= limit:  # how much rounding does, one path shows token by token

@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 
 
 Asking: TypeAlias = "Generator[Work, Output, T]"
-"""What comes to a T, and asks on its way for work and is sent the output. Whoever runs it may pack several's work."""
+"""A coroutine that returns a T. It yields the work it needs and is sent the output; a batch joins the work of many."""
 
 
 class Engine:
