@@ -23,10 +23,10 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.embedded
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_python(page: Path) -> None:
-    names: dict[str, object] = {"__name__": "page"}
+    names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         short = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block) if "assert " not in block else block
-        exec(compile(short, str(page), "exec"), names)
+        exec(compile(short, str(page), "exec", dont_inherit=True), names)
 
 
 def commands() -> list[str]:
