@@ -358,14 +358,16 @@ def test_the_quickest_method_is_taken_and_the_boldest_tried_again() -> None:
     assert known.speeds["prompt-lookup"] == 1.2
 
 
-@pytest.mark.parametrize(("patience", "steps"), [(1e9, 15), (0.0, 5)])
+@pytest.mark.parametrize(("patience", "steps"), [(1e9, 16), (0.0, 6)])
 def test_a_glance_is_short_where_steps_take_long(patience: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "PATIENCE", patience)
     engine, asked = Decoder(tiny("Llama")).engine, []
     score = engine.score
-    monkeypatch.setattr(engine, "score", lambda text, draft: asked.append(len(draft)) or score(text, draft))
+    monkeypatch.setattr(engine, "score", lambda text, draft: asked.append(len(text.slots)) or score(text, draft))
     curve = calibrate.glance(engine)
     assert len(asked) == steps
+    assert asked[0] == 0
+    assert all(asked[1:])  # steps that count find the text computed
     assert all(0 < seconds < float("inf") for seconds in curve.seconds[0])
     assert engine.pool.held == 0
 
