@@ -21,7 +21,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 docs: .venv/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

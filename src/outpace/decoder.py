@@ -161,9 +161,10 @@ class Decoder:
     On the runtimes "graphs" and "compiled", and in exact mode, the model's q, k, v and its gate and up weights become
     views of joined ones: the same values, in another place. `decoder.model.unfuse()` parts them again.
 
-    >>> import outpace
-    >>> decoder = outpace.load("smollm2-135m", method="lookahead")  # doctest: +SKIP
-    >>> decoder.generate("Why is the sky blue?").text  # doctest: +SKIP
+    Examples:
+        >>> import outpace
+        >>> decoder = outpace.load("smollm2-135m", method="lookahead")  # doctest: +SKIP
+        >>> decoder.generate("Why is the sky blue?").text  # doctest: +SKIP
     """
 
     def __init__(

@@ -88,13 +88,14 @@ class Draft:
 class Tree:
     """Builds a Draft from paths. Paths with a common beginning share its rows.
 
-    >>> tree = Tree(7)
-    >>> tree.insert([1, 2, 3], source="a")
-    [1, 2, 3]
-    >>> tree.insert([1, 2, 9], source="b")
-    [1, 2, 4]
-    >>> tree.draft().parents
-    (-1, 0, 1, 2, 2)
+    Examples:
+        >>> tree = Tree(7)
+        >>> tree.insert([1, 2, 3], source="a")
+        [1, 2, 3]
+        >>> tree.insert([1, 2, 9], source="b")
+        [1, 2, 4]
+        >>> tree.draft().parents
+        (-1, 0, 1, 2, 2)
     """
 
     def __init__(self, root: int) -> None:
@@ -107,11 +108,12 @@ class Tree:
     def of(cls, draft: Draft, other: Tree) -> Tree:
         """A draft and a tree on the same root as one tree, the draft's rows first.
 
-        >>> first, second = Tree(7), Tree(7)
-        >>> first.insert([1, 2], "a"), second.insert([1, 3], "b")
-        ([1, 2], [1, 2])
-        >>> Tree.of(first.draft(), second).draft().parents
-        (-1, 0, 1, 1)
+        Examples:
+            >>> first, second = Tree(7), Tree(7)
+            >>> first.insert([1, 2], "a"), second.insert([1, 3], "b")
+            ([1, 2], [1, 2])
+            >>> Tree.of(first.draft(), second).draft().parents
+            (-1, 0, 1, 1)
         """
         tree = cls(draft.tokens[0])
         tree.tokens, tree.parents, tree.sources = list(draft.tokens), list(draft.parents), list(draft.sources)

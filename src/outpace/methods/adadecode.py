@@ -45,19 +45,20 @@ _checked: WeakKeyDictionary[Model, set[tuple[int, ...]]] = WeakKeyDictionary()  
 class AdaDecode(Method):
     """A chain of guesses by heads at middle layers.
 
-    heads: a folder of trained exits. Without one, those that come with Outpace for the embedded model. "original": the
-        model's own output head at the exits, untrained.
-    exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
-    control: "calibrated" chooses among the exits by what they are predicted to bring, and lets a guess leave where its
-        measured chances are worth more than it costs; "fixed" asks all exits, and lets a guess leave where its
-        confidence is above `gamma`, as in the paper; "tree" asks one exit, of `exits` the one that is named or the
-        first, for many guesses at each place, and the step computes a tree of the likeliest.
-    gamma: with "fixed", the confidence above which a guess leaves.
-    pending: with "fixed", how many guesses may wait for their other layers.
-    rows: with "tree", how many rows a draft may have.
-    widths: with "tree", how many guesses follow the last token, then each guess that is followed, like "8,3".
-    beam: with "tree", how many guesses are followed from one depth to the next.
-    lookup: with "tree", the share of rows for which guesses that the text repeats itself are looked for.
+    Attributes:
+        heads: a folder of trained exits. Without one, those that come with Outpace for the embedded model. "original":
+            the model's own output head at the exits, untrained.
+        exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
+        control: "calibrated" chooses among the exits by what they are predicted to bring, and lets a guess leave where
+            its measured chances are worth more than it costs; "fixed" asks all exits, and lets a guess leave where its
+            confidence is above `gamma`, as in the paper; "tree" asks one exit, of `exits` the one that is named or the
+            first, for many guesses at each place, and the step computes a tree of the likeliest.
+        gamma: with "fixed", the confidence above which a guess leaves.
+        pending: with "fixed", how many guesses may wait for their other layers.
+        rows: with "tree", how many rows a draft may have.
+        widths: with "tree", how many guesses follow the last token, then each guess that is followed, like "8,3".
+        beam: with "tree", how many guesses are followed from one depth to the next.
+        lookup: with "tree", the share of rows for which guesses that the text repeats itself are looked for.
     """
 
     name = "adadecode"
@@ -192,8 +193,9 @@ class UnverifiedAdaDecode(AdaDecode):
 class SelfSpeculative(Method):
     """The model's own first layers and its output head write ahead, as a draft model would. Nothing is trained.
 
-    exit: they are so many layers; 0: half of them.
-    length: how many tokens they write ahead; 0 is plain decoding.
+    Attributes:
+        exit: they are so many layers; 0: half of them.
+        length: how many tokens they write ahead; 0 is plain decoding.
     """
 
     name = "self-speculative"

@@ -56,12 +56,13 @@ class Auto(Method):
     What to believe of each is learnt while texts are written, for each model, and remembered. A step has as many rows
     as bring the most tokens a second here; where guesses do not pay, one.
 
-    heads: a folder of trained heads. Without one, those that come with Outpace for the model; False for none.
-    rows: the most rows of a step.
-    carried: whether a text begins with what the model said in the one before it, where tokens come again.
-    store: how many tokens of earlier texts are looked through for guesses, too, the newest; 0 for none. They are those
-        that were written with this very method, on the same decoder, and are kept in memory alone. Where users must not
-        be guessed from each other's texts, give each a method of his own.
+    Attributes:
+        heads: a folder of trained heads. Without one, those that come with Outpace for the model; False for none.
+        rows: the most rows of a step.
+        carried: whether a text begins with what the model said in the one before it, where tokens come again.
+        store: how many tokens of earlier texts are looked through for guesses, too, the newest; 0 for none. They are
+            those that were written with this very method, on the same decoder, and are kept in memory alone. Where
+            users must not be guessed from each other's texts, give each a method of his own.
     """
 
     name = "auto"

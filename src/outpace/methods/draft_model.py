@@ -26,8 +26,9 @@ from .base import Drafter, Method
 class DraftModel(Method):
     """A chain of guesses from a smaller model with the same vocabulary.
 
-    model: a hub id, a folder, the name of an embedded model, or a loaded transformers model.
-    length: how many tokens it writes ahead.
+    Attributes:
+        model: a hub id, a folder, the name of an embedded model, or a loaded transformers model.
+        length: how many tokens it writes ahead.
     """
 
     name = "draft-model"

@@ -85,21 +85,23 @@ def check_width(name: str, heads: Heads, model: Model) -> None:
 class Headed(Method):
     """Settings of all methods that draft with heads.
 
-    heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
-    rows: how many rows a draft may have.
-    lookup: the share of them that may go to guesses that the text repeats itself, as prompt lookup has them; none with
-        a tree of your own.
-    recycled: how many tokens are remembered after each token: those that the model ranked next when it last computed a
-        row with it, be it a rejected one. They are guesses where the token comes again; none with a tree of your own.
-        More tokens a step, and more to do for each: on a GPU no faster so far, on a CPU slower.
-    tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at every
-        step, the one stored with the heads, likeliest by their measured accuracies; or paths of ranks, like
-        [[0], [0, 0], [1]].
-    top: how many guesses of a head are considered.
-    beam: how many paths are followed from one depth to the next.
-    coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
-    priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
-        Where that found the method slower than plain decoding, heads are not asked, unless they or the tree are yours.
+    Attributes:
+        heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
+        rows: how many rows a draft may have.
+        lookup: the share of them that may go to guesses that the text repeats itself, as prompt lookup has them; none
+            with a tree of your own.
+        recycled: how many tokens are remembered after each token: those that the model ranked next when it last
+            computed a row with it, be it a rejected one. They are guesses where the token comes again; none with a tree
+            of your own. More tokens a step, and more to do for each: on a GPU no faster so far, on a CPU slower.
+        tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at
+            every step, the one stored with the heads, likeliest by their measured accuracies; or paths of ranks, like
+            [[0], [0, 0], [1]].
+        top: how many guesses of a head are considered.
+        beam: how many paths are followed from one depth to the next.
+        coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
+        priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
+            Where that found the method slower than plain decoding, heads are not asked, unless they or the tree are
+            yours.
     """
 
     kind: ClassVar[str]

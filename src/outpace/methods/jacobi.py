@@ -19,7 +19,8 @@ from .base import Drafter, Method, Size
 class Jacobi(Method):
     """Fixed-point iteration on the next `window` tokens (arXiv 2402.02057, Algorithm 1).
 
-    window: how many future tokens are guessed and corrected together; 0 is plain decoding.
+    Attributes:
+        window: how many future tokens are guessed and corrected together; 0 is plain decoding.
     """
 
     name = "jacobi"

@@ -54,17 +54,18 @@ class Lookahead(Method):
     Where the cost of a step by rows was measured (`outpace calibrate`), window, ngram and guesses are chosen by it
     unless they are given, and a window of one column leaves only guesses that pay.
 
-    window: W, how many future positions are guessed in parallel.
-    ngram: N, the length of the collected n-grams.
-    guesses: G, the most n-grams verified in a step; also how many the pool keeps under one token.
-    prompt_pool: also guess from the prompt and the answer so far.
-    verify_window: the window's rows may be accepted too, not the pool's n-grams alone.
-    verify_early: guess from the first step on, not only when all levels of the window are filled.
-    longest_key: how many last tokens a guess may be looked up by; 1 is the paper's pool.
-    reach: how far a guess from the prompt and the answer may go. 0: they are cut in n-grams for the pool, as in the
-        paper.
-    recycle: remember what the model says after every row, the rejected ones too, not after the window alone.
-    shift: move the window by one place a "step" (the paper), or by one for each new "token".
+    Attributes:
+        window: W, how many future positions are guessed in parallel.
+        ngram: N, the length of the collected n-grams.
+        guesses: G, the most n-grams verified in a step; also how many the pool keeps under one token.
+        prompt_pool: also guess from the prompt and the answer so far.
+        verify_window: the window's rows may be accepted too, not the pool's n-grams alone.
+        verify_early: guess from the first step on, not only when all levels of the window are filled.
+        longest_key: how many last tokens a guess may be looked up by; 1 is the paper's pool.
+        reach: how far a guess from the prompt and the answer may go. 0: they are cut in n-grams for the pool, as in the
+            paper.
+        recycle: remember what the model says after every row, the rejected ones too, not after the window alone.
+        shift: move the window by one place a "step" (the paper), or by one for each new "token".
     """
 
     name = "lookahead"

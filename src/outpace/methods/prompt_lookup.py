@@ -24,13 +24,15 @@ from .store import Store, earlier, make_store
 class PromptLookup(Method):
     """Guesses what followed the text's end elsewhere in it, the likeliest merged in one tree.
 
-    longest: how many last tokens are compared; longer matches count more.
-    rows: how many rows a draft may have.
-    depth: how many tokens it may look ahead.
-    gate: the least chance that the best guess must have; below it the draft is empty. Raise it where rows cost time.
-    priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
-    tree: False for the likeliest chain alone.
-    store: how many tokens of earlier texts are looked through too: those that were written with this very method.
+    Attributes:
+        longest: how many last tokens are compared; longer matches count more.
+        rows: how many rows a draft may have.
+        depth: how many tokens it may look ahead.
+        gate: the least chance that the best guess must have; below it the draft is empty. Raise it where rows cost
+            time.
+        priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
+        tree: False for the likeliest chain alone.
+        store: how many tokens of earlier texts are looked through too: those that were written with this very method.
     """
 
     name = "prompt-lookup"
