@@ -275,13 +275,19 @@ class Decoder:
     def stream(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Iterator[Step] | Batch:
         """Write step by step: each Step has the new tokens, their sources and the new text.
 
-        Options: `max_new_tokens` (128); `sampling`, an outpace.Sampling; `stop`, strings that end the text and are not
-        part of it; `raw` to give a text to the model as it is, without the chat template; `method` to override the
-        decoder's own for this text. `prepare` one that has a model to load. `logprobs` (0 or more) asks how likely each
-        token is, and for so many of the likeliest; `grammar`, an outpace.Grammar, is what the answer must match;
-        `prediction` is a text that it is expected to be, wholly or in parts, and only changes the speed. With these
-        three the host takes part in each step. `salt`: texts share what they have in common with those of the same
-        salt alone.
+        Options:
+
+        - `max_new_tokens` (128)
+        - `sampling`: an outpace.Sampling; without one the text is greedy
+        - `stop`: strings that end the text and are not part of it
+        - `raw`: give a text to the model as it is, without the chat template
+        - `method`: override the decoder's own for this text; `prepare` one that has a model to load
+        - `logprobs`: the log probability of each token, and of this many alternatives
+        - `grammar`: an outpace.Grammar that the answer must match
+        - `prediction`: a text that the answer is expected to resemble; it only changes the speed
+        - `salt`: texts share their KV cache only with those of the same salt
+
+        With `logprobs`, `grammar` or `prediction` the host takes part in each step, which is slower on a GPU.
 
         What the model's `generation_config` asks for when transformers decodes greedily (penalties, suppressed and
         forced tokens, a least length, ...) holds here too, also beside a Sampling, whose own fields win. Its
@@ -296,7 +302,7 @@ class Decoder:
         return self._stream(request, text)
 
     def batch(self, most: int = MOST) -> Batch:
-        """A batch without texts: `add` some. At most so many are written at the same time, others wait."""
+        """A batch without texts: `add` some. At most `most` are written at the same time, others wait."""
         return Batch(self, most)
 
     def request(
@@ -537,10 +543,9 @@ def load(
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
 
-    Without a method it is `auto`. `runtime` says how steps are executed:
-    "plain", "compiled", "graphs" (CUDA), or "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the
-    same, bit for bit, with every method, and on a CPU in every batch. `memory` is the share of a GPU's free memory that
-    the KV cache gets.
+    Without a method it is `auto`. `runtime` says how forward passes run: "plain", "compiled", "graphs" (CUDA), or
+    "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the same, bit for bit, with every method, and on
+    a CPU in every batch. `memory` is the share of a GPU's free memory that the KV cache gets.
     """
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device)

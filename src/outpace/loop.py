@@ -33,7 +33,7 @@ class Hint(Protocol):
 class Extras(NamedTuple):
     """What a text may ask for besides. Logprobs and hints have the host stand between the verbs of a step."""
 
-    logprobs: int | None = None  # also say how likely each token is, and so many of the likeliest in its place
+    logprobs: int | None = None  # log probabilities of each token, and of this many alternatives
     hints: tuple[Hint, ...] = ()
     salt: str = ""  # texts share slots with those of the same salt alone
     written: int = 0  # so many last tokens of the prompt are the answer's: the text was set aside, and goes on

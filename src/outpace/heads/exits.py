@@ -43,11 +43,11 @@ def bin_of(confidence: float) -> int:
 class ExitSettings(HeadSettings):
     """Where exits stand and what they are made of.
 
-    layers: an exit after so many layers each, like "8,16,24". Without, `count` exits at equal distances.
+    layers: the layers that exits stand after, like "8,16,24". Without, `count` exits at equal distances.
     norm: "first" is head(T norm(h)), "last" is head(norm(T h)).
     output: "trained" is a T and the target's output head; "full" an output matrix of its own in their place; "original"
         the target's norm and output head as they are.
-    frequent: an exit compares only so many most frequent tokens; 0: all. Cheaper where the vocabulary is large.
+    frequent: an exit compares only this many of the most frequent tokens; 0: all. Cheaper with a large vocabulary.
     """
 
     count: int = 7

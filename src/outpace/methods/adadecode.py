@@ -194,7 +194,7 @@ class SelfSpeculative(Method):
     """The model's own first layers and its output head write ahead, as a draft model would. Nothing is trained.
 
     Attributes:
-        exit: they are so many layers; 0: half of them.
+        exit: how many layers they are; 0 is half of the model.
         length: how many tokens they write ahead; 0 is plain decoding.
     """
 

@@ -58,11 +58,11 @@ class Auto(Method):
 
     Attributes:
         heads: a folder of trained heads. Without one, those that come with Outpace for the model; False for none.
-        rows: the most rows of a step.
+        rows: the most rows of a step, that is of a draft tree.
         carried: whether a text begins with what the model said in the one before it, where tokens come again.
         store: how many tokens of earlier texts are looked through for guesses, too, the newest; 0 for none. They are
             those that were written with this very method, on the same decoder, and are kept in memory alone. Where
-            users must not be guessed from each other's texts, give each a method of his own.
+            one user's text must not be drafted from another's, give each a method of their own.
     """
 
     name = "auto"
