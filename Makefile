@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint docs format clean
+.PHONY: demo test test-all coverage wheels lint docs format clean
 
 demo: $(READY)
 	$(BIN)/outpace race --methods autoregressive,auto --transformers --page out/race.html
@@ -14,6 +14,12 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+coverage: $(READY)
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadgroup --cov=outpace --cov-report=term:skip-covered
+
+wheels: $(READY)
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./packages/outpace-smollm2
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -30,9 +36,10 @@ format: $(READY)
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt packages/outpace-smollm2/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt \
+		--editable '.[dev,demo]' packages/outpace-smollm2
 	touch $@
 
 .venv/.docs: $(READY)

@@ -58,9 +58,9 @@ from outpace.bench.calibration import calibrate
 from outpace.bench.prompts import PROMPTS
 from outpace.chart import check_plot, print_accuracies, save_accuracies
 from outpace.draft import Scores, Verdict, chain
+from outpace.heads.shipped import of_kind
 from outpace.heads.storing import read_config
 from outpace.methods import METHODS
-from outpace.methods.headed import SHIPPED
 from outpace.methods.lookahead import PUBLISHED
 from outpace.models import bundled
 from outpace.models.hf import HFModel
@@ -535,7 +535,7 @@ def clock_table(rows: list[dict[str, Any]]) -> Table:
 def show_heads(plot: Path | None) -> None:
     """What the shipped heads' own files say about them."""
     check_plot(plot)
-    accuracies = {name: read_config(SHIPPED / "smollm2-135m" / name)["accuracies"] for name in HEADS}
+    accuracies = {name: read_config(of_kind(name)[0])["accuracies"] for name in HEADS}
     if plot:
         save_accuracies(accuracies, plot)
     print_accuracies(Console(), accuracies)

@@ -22,7 +22,7 @@ from outpace import (
     load,
 )
 from outpace.bench.prompts import PROMPTS
-from outpace.methods.headed import SHIPPED
+from outpace.heads.shipped import CHECKOUT
 
 pytestmark = pytest.mark.embedded
 LISTED = [prompt for group in PROMPTS.values() for prompt in group]
@@ -97,7 +97,7 @@ def test_trained_heads_save_steps(decoder: Decoder) -> None:
 
 
 def test_shipped_heads_are_small() -> None:
-    sizes = {file: file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()}
+    sizes = {file: file.stat().st_size for file in CHECKOUT.rglob("*") if file.is_file()}
     exits = sum(size for file, size in sizes.items() if file.parent.name == "exits")
     assert 0 < exits < 5e6
     assert sum(sizes.values()) - exits < 40e6

@@ -135,7 +135,7 @@ CODE = ("*.py", "*.cpp", "*.h", "*.toml", "*.yml", "Makefile")
 
 
 def files_of(*kinds: str) -> list[Path]:
-    folders = ("src", "tests", "scripts", "docs")
+    folders = ("src", "tests", "scripts", "docs", "packages", ".github")
     found = [file for kind in kinds for folder in folders for file in (REPOSITORY / folder).rglob(kind)]
     return sorted([*found, *(file for kind in kinds for file in REPOSITORY.glob(kind))])
 

@@ -6,11 +6,12 @@ import, so that happens inside the commands, after the arguments are read.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from .. import __version__
 from ..errors import OutpaceError
 from .loading import models
 from .measuring import bench, calibrate, reproduce
@@ -39,7 +40,6 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     name="outpace",
-    help="The same text from a Hugging Face causal language model, in fewer steps.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -60,6 +60,21 @@ COMMANDS = (
 )  # as help lists them
 for command in COMMANDS:
     app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outpace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The same text from a Hugging Face causal language model, in fewer steps."""
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from ..draft import MODEL, Draft, Scores, Verdict, chain
 from ..errors import InputError, InvalidLogits, ModelError, OutpaceWarning, UnsupportedModel
 from ..heads import ExitHeads
 from ..heads.exits import BINS, ORIGINAL, check_layers, original_exits, read_layers, spread
+from ..heads.shipped import hint
 from ..heads.storing import Stored, load
 from ..models.adapter import Ends, Model, Output
 from ..models.best import find_best
@@ -122,7 +123,7 @@ class AdaDecode(Method):
         raise ModelError(
             f"{self.name}: there are no trained exits for {model.name}. Train some with `outpace train exits --model "
             "MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER/exits. Or use the model's own "
-            "output head: --set heads=original."
+            f"output head: --set heads=original.{hint()}"
         )
 
     def plan(self, engine: Engine) -> Plan | None:

@@ -18,6 +18,7 @@ from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
 from ..errors import InputError, ModelError, OutpaceWarning
 from ..heads import KINDS, TRAINABLE, Heads
 from ..heads.exporting import is_reference, load_reference
+from ..heads.shipped import hint, of_kind
 from ..heads.storing import Stored, is_for, load
 from ..models.adapter import Model
 from ..picking import Foreseen, Picker, likeliest
@@ -32,7 +33,6 @@ from ..sources.recycle import Recycle
 from .base import Drafter, Method, prices_of
 from .ngrams import History, Recycled
 
-SHIPPED = Path(__file__).parent.parent / "trained"  # heads for the embedded models, one folder a model and kind
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
 BEAM = 8  # paths that a program follows from depth to depth, where heads wait for each other
 CONSIDERED = 1.5  # so many paths of the heads' ranks for each row
@@ -52,9 +52,8 @@ class Ready(NamedTuple):
 
 
 def shipped(kind: str, model: Model) -> Ready | None:
-    """The heads of this kind that come with Outpace for the model."""
-    for config in sorted(SHIPPED.glob(f"*/{kind}/config.json")):
-        folder = config.parent
+    """The heads of this kind that come with Outpace, or with a package that is installed, for the model."""
+    for folder in of_kind(kind):
         if is_for(folder, model):
             return Ready(*load(folder, model, TRAINABLE), f"{folder.parent.name}/{kind}", shipped=True)
     return None
@@ -151,7 +150,7 @@ class Headed(Method):
             return own
         raise ModelError(
             f"{self.name}: there are no trained heads for {model.name}. Train some with `outpace train {self.kind} "
-            "--model MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER."
+            f"--model MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER.{hint()}"
         )
 
     @property

@@ -1,0 +1,42 @@
+"""Where trained heads come from that nobody named: packages that bring some, and a checkout of this repository."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from ..errors import OutpaceWarning
+
+GROUP = "outpace.heads"
+"""The entry points of packages that bring heads. Each names a folder, in it one a model, in it one a kind of heads."""
+CHECKOUT = Path(__file__).parent.parent / "trained"
+PACKAGE = "outpace-smollm2"
+
+
+@cache
+def folders() -> tuple[Path, ...]:
+    """All such folders, those of a checkout first."""
+    brought = [folder for point in entry_points(group=GROUP) if (folder := _brought(point)) is not None]
+    return tuple(folder for folder in (CHECKOUT, *brought) if folder.is_dir())
+
+
+def _brought(point: EntryPoint) -> Path | None:
+    try:
+        return Path(point.load())
+    except Exception as error:  # whatever a package does when it is imported: other heads are there still
+        package = point.dist.name if point.dist else point.value
+        message = f"the heads of the package {package} cannot be used: {error!r}. Install it again, or remove it."
+        warnings.warn(message, OutpaceWarning, stacklevel=2)
+        return None
+
+
+def hint() -> str:
+    """What to install where no heads are."""
+    return "" if folders() else f" Those for smollm2-135m are in the package {PACKAGE}: pip install 'outpace[demo]'."
+
+
+def of_kind(kind: str) -> list[Path]:
+    """The folders of all heads of a kind, whatever model they are for."""
+    return [config.parent for folder in folders() for config in sorted(folder.glob(f"*/{kind}/config.json"))]
