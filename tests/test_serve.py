@@ -575,7 +575,9 @@ def test_health_is_503_until_the_model_is_there() -> None:
 def test_every_size_of_step_is_made_before_the_first_request() -> None:
     decoder = graph_decoder()
     method = decoder.prepare(PromptLookup(rows=4))
-    warm(decoder, method, most=4)
+    told: list[tuple[int, int]] = []
+    warm(decoder, [method], most=4, longest=decoder.model.context, tell=lambda *far: told.append(far))
+    assert [done for done, _ in told] == [*range(1, told[0][1] + 1)]
     assert isinstance(decoder.engine, GraphEngine)
     ((_, _, program),) = decoder.engine._programs
     made, reading = {*program._graphs}, {*decoder.engine._graphs}
@@ -585,6 +587,17 @@ def test_every_size_of_step_is_made_before_the_first_request() -> None:
             decoder.generate([[5, 6, 7]] * texts, method=method, sampling=sampling, max_new_tokens=4)
     assert ({*program._graphs}, {*decoder.engine._graphs}) == (made, reading)
     assert decoder.engine.pool.held == 0
+
+
+def test_texts_may_be_shorter_than_the_models_context() -> None:
+    with running(new_decoder(), max_length=40) as found:
+        answer = found.chat("x" * 20, max_tokens=500).json()
+        assert answer["usage"]["total_tokens"] == 40
+        error = found.chat("x" * 40).json()["error"]
+        assert (error["code"], "40 tokens here" in error["message"]) == ("context_length_exceeded", True)
+        assert found.http.get("/v1/models").json()["data"][0]["max_model_len"] == 40
+    with pytest.raises(InputError, match="max_length=1"):
+        Settings(max_length=1)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:

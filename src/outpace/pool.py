@@ -173,6 +173,7 @@ class Pool:
         self._owners = [0] * capacity  # how many sequences have each slot
         self._keepers = [0] * capacity  # how many texts that have ended have it
         self._ended: list[Sequence] = []  # the one that was used last comes last
+        self._listed = 0  # slots of all of them
         self._free: list[int] = []  # a heap: the lowest go first, so the pool stays dense; may hold taken ones
         self._living: list[Sequence] = []
         self._positions = np.zeros(capacity, dtype=np.int64)
@@ -217,14 +218,18 @@ class Pool:
 
     def _share(self, sequence: Sequence, reader: object) -> None:
         """Begin with the slots of another sequence, the one that has the most of the text."""
+        tokens = sequence.tokens[:-1]
         best, most = None, 0
         for other in [*self._living, *reversed(self._ended)]:
-            if other.salt == sequence.salt:
-                alike = common(sequence.tokens[:-1], _computed(other))
-                if reader is not None:
-                    alike = min(alike, other.read) if other.reader is reader else 0
-                if alike > most:
-                    best, most = other, alike
+            if other.salt != sequence.salt:
+                continue
+            known = len(other.slots) - other.asked
+            if reader is not None:
+                known = min(known, other.read) if other.reader is reader else 0
+            # There may be a thousand of them, so this must be quick: does it have more of the text than the best?
+            longer = min(known, len(tokens)) > most and tokens[most] == other.tokens[most]
+            if longer and tokens[:most] == other.tokens[:most]:
+                best, most = other, common(tokens, other.tokens[:known])
         if best is None:
             return
         if best.read >= most:
@@ -247,15 +252,17 @@ class Pool:
         kept = Sequence(computed, slots, salt=sequence.salt, reader=sequence.reader, read=sequence.read)
         for slot in slots:
             self._keepers[slot] += 1
-        for other in [other for other in self._ended if other.slots == slots[: len(other.slots)]]:
+        for other in [other for other in self._ended if _begins(slots, other.slots)]:
             self._forget(other)
         self._ended.append(kept)
-        while len(self._ended) > 1 and sum(len(other.slots) for other in self._ended) > self.keeps:
+        self._listed += len(slots)
+        while len(self._ended) > 1 and self._listed > self.keeps:
             self._forget(self._ended[0])
 
     def _forget(self, sequence: Sequence) -> None:
         """Keep a sequence that has ended no longer."""
         self._ended = [other for other in self._ended if other is not sequence]
+        self._listed -= len(sequence.slots)
         for slot in sequence.slots:
             self._keepers[slot] -= 1
             if not self._keepers[slot] and not self._owners[slot]:
@@ -430,6 +437,12 @@ def common(one: Items[int], other: Items[int]) -> int:
     """
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
+def _begins(slots: list[int], others: list[int]) -> bool:
+    """Whether `slots` begin with `others`."""
+    count = len(others)
+    return count <= len(slots) and slots[count - 1] == others[-1] and slots[:count] == others
 
 
 def _computed(sequence: Sequence) -> list[int]:

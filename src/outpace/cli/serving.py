@@ -32,6 +32,9 @@ def serve(
     max_texts: Annotated[int, typer.Option(help="Texts that are written at the same time.", min=1)] = 64,
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; further ones are refused.", min=1)] = 256,
     max_new_tokens: Annotated[int, typer.Option(help="Limit for requests that set none.", min=1)] = 4096,
+    max_length: Annotated[
+        int | None, typer.Option(help="Limit of prompt and answer, in tokens. Shorter limits warm faster.", min=2)
+    ] = None,
     memory: Annotated[float, typer.Option(help="The share of a GPU's free memory for the KV cache.")] = 0.9,
     slots: Annotated[int, typer.Option(help="Size of the KV cache on a CPU, in tokens.", min=1)] = 2**14,
     keep: Annotated[
@@ -61,6 +64,7 @@ def serve(
         max_texts=max_texts,
         max_queue=max_queue,
         max_new_tokens=max_new_tokens,
+        max_length=max_length,
         api_keys=keys,
         hosts=Settings.hosts if local else (),
         deadline=deadline,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -161,17 +161,26 @@ class GraphEngine(Engine):
         if self._compile and bool(packed) not in self._prepared:
             self._prepare(size, span, (0, self.model.layers), packed)
 
-    def make_reading(self, texts: int) -> None:
-        """Make the graphs that read prompts, of one text and of up to so many; otherwise their first use waits."""
+    def readings(self, texts: int, longest: int) -> list[Callable[[], None]]:
+        """What makes the graphs that read prompts, one by one; otherwise their first use waits.
+
+        They are for prompts up to so long, of one text and of up to so many.
+        """
+        counts = [0, *(count for count in TEXTS if count < 4 * texts)] if self.most_texts > 1 and texts > 1 else [0]
+        sizes = [*dict.fromkeys(self._reading_sizes())]
+        spans = self.spans(min(self.pool.capacity, longest))
+        kinds = [(size, span, count) for span in spans for size in sizes for count in counts]
+        return [partial(self._make_reading, *kind) for kind in kinds]
+
+    def spans(self, longest: int) -> list[int]:
+        """The lengths that graphs are made for, of texts up to so long."""
+        return [FIRST_SPAN << number for number in range((_span(longest) // FIRST_SPAN).bit_length())]
+
+    def _make_reading(self, size: int, span: int, texts: int) -> None:
         self._make_storage()
-        counts = [0, *(count for count in TEXTS if count < 2 * texts)] if self.most_texts > 1 else [0]
-        span, longest = FIRST_SPAN, _span(min(self.model.context, self.pool.capacity))
         try:
-            while span <= longest:
-                for size in self._reading_sizes():
-                    for count in counts:
-                        self._graph(size, span, texts=count, reads=True)
-                span *= 2
+            if size in self._reading_sizes():  # memory is left for it
+                self._graph(size, span, texts=texts, reads=True)
         except _NoGraph as error:
             warnings.warn(str(error), OutpaceWarning, stacklevel=2)
         self._read = True

@@ -7,7 +7,9 @@ launches it one step ahead, and reads what came of the step before.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -210,14 +212,18 @@ class Program:
         put(sequence.slots, self._prompt[0])
         for states in seen:
             size = next(size for size in PROMPTS if size >= len(states))
-            key = (source, size, self.engine.span(len(sequence.slots)))
-            if key not in self._prompts:
-                made = self.engine.captured(lambda key=key: _Prompt(self, *key), size, key[2], 1)  # type: ignore[misc]
-                self._prompts[key] = made or _Prompt(self, *key)
-            prompt = self._prompts[key]
+            prompt = self._prompt_step(source, size, self.engine.span(len(sequence.slots)))
             prompt.feed(states, start, sequence)
             start += len(states)
         return prompt.fed
+
+    def _prompt_step(self, source: Reading, size: int, span: int) -> _Prompt:
+        """What shows a source so many rows of prompts up to so long."""
+        key = (source, size, span)
+        if key not in self._prompts:
+            made = self.engine.captured(lambda: _Prompt(self, *key), size, span, 1)
+            self._prompts[key] = made or _Prompt(self, *key)
+        return self._prompts[key]
 
     @property
     def reader(self) -> object:
@@ -361,20 +367,19 @@ class Program:
             return [(rows, self.costly) for rows in sizes]
         return [(rows, costly) for costly in (False, True) for rows in sizes if rows > 1 or not costly]
 
-    def make_all(self, samplings: Items[Sampling], texts: int) -> None:
-        """Make the steps of up to so many texts that are chosen like these, for every length of text.
+    def makings(self, samplings: Items[Sampling], texts: int, longest: int) -> list[Callable[[], object]]:
+        """What makes the steps of up to so many texts, up to so long and chosen like these, one by one.
 
         Otherwise a size is made when it is first used, and all texts wait.
         """
-        self.engine.make_reading(texts)
-        kinds = [needs_of(sampling) for sampling in samplings]
-        longest = self._span(self.engine.model.context)
-        span = self._span(1)
-        while span <= longest:
-            for group in (group for group in GROUPS if group <= _group(min(texts, self._most))):
-                for needs in kinds:
-                    self._steps(group, span, needs)
-            span *= 2
+        kinds = dict.fromkeys(needs_of(sampling) for sampling in samplings)
+        groups = [group for group in GROUPS if group <= _group(min(texts, self._most))]
+        reading = [source for source in self.sources if isinstance(source, Reading)]
+        made: list[Callable[[], object]] = []
+        for span in self.engine.spans(self._span(longest)):
+            made += [partial(self._steps, group, span, needs) for group in groups for needs in kinds]
+            made += [partial(self._prompt_step, source, size, span) for source in reading for size in PROMPTS]
+        return made
 
     def _believe(self) -> None:
         """Bring to the device what is believed of the sources by now."""

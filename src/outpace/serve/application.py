@@ -69,7 +69,7 @@ def build(source: Source, settings: Settings) -> FastAPI:
     def card() -> dict[str, Any]:
         name = service.name
         about = {"id": name, "object": "model", "created": started, "owned_by": "outpace", "root": name}
-        return {**about, "max_model_len": service.decoder.model.context, "method": service.decoder.method.name}
+        return {**about, "max_model_len": service.context, "method": service.decoder.method.name}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -105,7 +105,7 @@ def build(source: Source, settings: Settings) -> FastAPI:
             return raw_tokens(decoder, asked.prompt or "")
 
         tokens = await service.off_loop(encode)
-        return {"count": len(tokens), "max_model_len": decoder.model.context, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:

@@ -29,13 +29,13 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
     samplings = service.samplings_of(asked, asked.n or 1)
     settings = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    limit = asked.max_completion_tokens or asked.max_tokens
+    limit = asked.max_completion_tokens or asked.max_tokens or service.settings.max_new_tokens
     predicted = None if asked.prediction is None else text_of(asked.prediction.content, "prediction")
 
     def prepare() -> list[Order]:
         tokens = chat_tokens(decoder, asked.messages, tools, settings)
         common: dict[str, Any] = {
-            "max_new_tokens": service.limit_of(limit),
+            "max_new_tokens": service.limit_of(tokens, limit, "messages"),
             "stop": stop,
             "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
             "prediction": predicted or None,

@@ -27,17 +27,15 @@ async def orders_of(service: Service, asked: CompletionRequest, salt: str) -> tu
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
 
     def prepare() -> list[Order]:
-        common = {
-            "max_new_tokens": USUAL if asked.max_tokens is None else asked.max_tokens,
-            "stop": stop,
-            "logprobs": asked.logprobs,
-            "salt": salt,
-        }
-        return [
-            Order(tokens, method, {**common, "sampling": sampling})
-            for tokens in (raw_tokens(decoder, item) for item in prompts)
-            for sampling in samplings
-        ]
+        common = {"stop": stop, "logprobs": asked.logprobs, "salt": salt}
+        found = []
+        for tokens in (raw_tokens(decoder, item) for item in prompts):
+            limit = service.limit_of(tokens, USUAL if asked.max_tokens is None else asked.max_tokens, "prompt")
+            found += [
+                Order(tokens, method, {**common, "max_new_tokens": limit, "sampling": sampling})
+                for sampling in samplings
+            ]
+        return found
 
     return await service.off_loop(prepare), len(prompts)
 

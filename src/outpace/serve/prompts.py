@@ -33,7 +33,7 @@ def chat_tokens(
         tokens = list(found)
     except Exception as error:  # templates raise what they like
         raise Fault(f"the model's chat template refuses these messages: {error}", param="messages") from error
-    return checked(decoder, tokens, "messages")
+    return checked(tokens, "messages")
 
 
 def raw_tokens(decoder: Decoder, prompt: str | Sequence[int]) -> list[int]:
@@ -42,20 +42,13 @@ def raw_tokens(decoder: Decoder, prompt: str | Sequence[int]) -> list[int]:
         tokens = decoder.encode(prompt, raw=True)
     except OutpaceError as error:
         raise Fault(str(error), param="prompt") from error
-    return checked(decoder, tokens, "prompt")
+    return checked(tokens, "prompt")
 
 
-def checked(decoder: Decoder, tokens: list[int], param: str) -> list[int]:
-    """The tokens, if there are some and there is room behind them."""
+def checked(tokens: list[int], param: str) -> list[int]:
+    """The tokens, if there are some."""
     if not tokens:
         raise Fault("the prompt is empty. Give at least one token of text.", param=param)
-    context = decoder.model.context
-    if len(tokens) >= context:
-        raise Fault(
-            f"this model's context has {context} tokens, and the prompt has {len(tokens)}. Shorten the {param}.",
-            param=param,
-            code="context_length_exceeded",
-        )
     return tokens
 
 

@@ -20,7 +20,7 @@ from .faults import Fault, fault_of, not_ready
 from .fields import Asked
 from .metrics import Metrics
 from .settings import Settings, Source
-from .warming import warm
+from .warming import Progress, warm
 from .worker import Job, Mailbox, Order, Worker
 
 log = logging.getLogger("outpace.serve")
@@ -57,8 +57,9 @@ class Service:
                     "Serve with store=0, or with one key."
                 )
             if self.settings.warm:
-                for method in (decoder.method, decoder.prepare(PLAIN)):
-                    warm(decoder, method, self.settings.max_texts)
+                longest = min(decoder.model.context, self.settings.max_length or decoder.model.context)
+                methods = (decoder.method, decoder.prepare(PLAIN))
+                warm(decoder, methods, self.settings.max_texts, longest, Progress())
             _share_out(decoder, self.settings)
             self._decoder, self._metrics = decoder, Metrics(self.settings.name or decoder.model.name)
             self._worker = Worker(decoder, self._metrics, self.settings.max_texts, self.settings.max_queue)
@@ -170,9 +171,21 @@ class Service:
         message = f"{key[:20]!r} must be a token id below {self.decoder.model.vocabulary}."
         raise Fault(message, param="logit_bias")
 
-    def limit_of(self, asked: int | None) -> int:
-        """How many tokens may be written."""
-        return self.settings.max_new_tokens if asked is None else asked
+    @property
+    def context(self) -> int:
+        """How long a text may be, its prompt included."""
+        return min(self.decoder.model.context, self.settings.max_length or self.decoder.model.context)
+
+    def limit_of(self, prompt: Sequence[int], asked: int, param: str) -> int:
+        """How many tokens may be written behind a prompt. A Fault where there is no room."""
+        room = self.context - len(prompt)
+        if room < 1:
+            raise Fault(
+                f"texts may have {self.context} tokens here, and the prompt has {len(prompt)}. Shorten the {param}.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return min(asked, room)
 
 
 def _share_out(decoder: Decoder, settings: Settings) -> None:

@@ -27,6 +27,7 @@ class Settings:
     max_headers: int = 2**14  # bytes
     max_n: int = 16  # texts of a request, its prompts included
     max_new_tokens: int = 4096  # where a request does not say
+    max_length: int | None = None  # of a text, its prompt included; None: the model's context
     slots: int = 2**14  # of the KV cache, where it is not sized by a GPU's memory; at least the model's context
     keep: int | None = None  # slots of ended texts that are kept; None: all on a GPU, 4096 where rows look at all slots
     warm: bool = True  # make every size of step before the first request
@@ -36,6 +37,8 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name}={value!r} must be 1 or more, a whole number.")
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
+            raise InputError(f"max_length={self.max_length!r} must be 2 or more, a whole number.")
         if self.keep is not None and self.keep < 0:
             raise InputError(f"keep={self.keep!r} must be 0 or more.")
         if not self.deadline > 0:

@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from time import monotonic
+
 from ..batch import Request, Writing
 from ..decoder import Decoder
 from ..methods.base import Method
 from ..picking import Sampling
 from ..text import Ending
 
+log = logging.getLogger("outpace.serve")
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
 TOKENS = 2  # of the text that is written
+OFTEN = 5.0  # seconds from one line about the progress to the next
 
 
-def warm(decoder: Decoder, method: Method, most: int) -> None:
-    """Make every size of step that a method may take, for up to so many texts at once, and write a little."""
+class Progress:
+    """Logs how far the warming is, now and then."""
+
+    def __init__(self) -> None:
+        self._last = monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        """So many steps of so many are made."""
+        if done == of or monotonic() > self._last + OFTEN:
+            self._last = monotonic()
+            log.info("warming: %d of %d sizes of steps", done, of)
+
+
+def warm(
+    decoder: Decoder,
+    methods: Sequence[Method],
+    most: int,
+    longest: int,
+    tell: Callable[[int, int], None] = lambda done, of: None,
+    samplings: Sequence[Sampling] = SAMPLINGS,
+) -> None:
+    """Make every size of step that some methods may take, and write a little.
+
+    That is for up to `most` texts at once, up to `longest` tokens each. What the model itself asks for is added to the
+    `samplings`.
+    """
     engine = decoder.engine
-    with engine.turns:
-        program = engine.program_for(method, SAMPLINGS[0])
+    samplings = [decoder.sampling_for(how, [0], TOKENS) for how in samplings]
+    programs = [engine.program_for(method, samplings[0]) for method in methods]
+    makings: list[Callable[[], object]] = []
+    for program in programs:
         if program is not None:
-            program.make_all(SAMPLINGS, most)
-    with Writing(most) as writing:
-        prompt = [number % decoder.model.vocabulary for number in range(min(16, decoder.model.context - TOKENS))]
-        writing.add(Request(engine, method, prompt, SAMPLINGS[0], Ending(TOKENS, ()), TOKENS))
+            makings += [] if makings else engine.readings(most, longest)  # type: ignore[attr-defined]
+            makings += program.makings(samplings, most, longest)
+    for done, make in enumerate(makings, 1):
+        with engine.turns:
+            make()
+        tell(done, len(makings))
+    for method in methods:
+        _write(decoder, method, samplings[0])
+
+
+def _write(decoder: Decoder, method: Method, sampling: Sampling) -> None:
+    prompt = [number % decoder.model.vocabulary for number in range(min(16, decoder.model.context - TOKENS))]
+    with Writing(1) as writing:
+        writing.add(Request(decoder.engine, method, prompt, sampling, Ending(TOKENS, ()), TOKENS))
         while writing:
-            with engine.turns:
+            with decoder.engine.turns:
                 events = writing.step()
             for _, item in events:
                 if isinstance(item, Exception):

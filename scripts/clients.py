@@ -1,0 +1,115 @@
+"""Clients of a server in a process of their own, so that they take no time from it: what `load.py` starts.
+
+Each line on standard input is a job, JSON: {"port", "key", "clients", "seconds", "bodies"}, or "count" requests in
+place of "seconds". Each client sends its next request when its last is answered, by one connection. The answer is a
+line on standard output: a list of [start, first byte of the answer, end, prompt tokens, new tokens, what went wrong].
+Times are the machine's monotonic clock, so that they can be compared with those of other processes. A body may have
+"leave": the client goes after so many seconds. Only the standard library is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from typing import Any
+
+
+class Connection(asyncio.Protocol):
+    """One request after the other. What is received is only looked at when the answer has ended."""
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.parts: list[bytes] = []
+        self.first = 0.0
+        self.tail = b""  # of what was received
+        self.streams: bool | None = None
+        self.missing = 0  # bytes of an answer whose length is known
+        self.done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result("the connection was lost")
+
+    def data_received(self, data: bytes) -> None:
+        self.first = self.first or time.monotonic()
+        self.parts.append(data)
+        if self.streams is None:
+            self._read_head()
+        elif not self.streams:
+            self.missing -= len(data)
+        self.tail = (self.tail + data)[-5:]
+        ended = self.tail == b"0\r\n\r\n" if self.streams else self.streams is False and self.missing <= 0
+        if ended and not self.done.done():
+            self.done.set_result(None)
+
+    def _read_head(self) -> None:
+        head, end, body = b"".join(self.parts).partition(b"\r\n\r\n")
+        if end:
+            length = re.search(rb"content-length: *(\d+)", head, re.I)
+            self.streams = length is None
+            self.missing = int(length[1]) - len(body) if length else 0
+
+    async def ask(self, head: bytes, body: bytes, leave: float | None) -> tuple[bytes, str | None]:
+        """The answer's bytes, and what went wrong."""
+        self.parts, self.first, self.tail, self.streams, self.missing = [], 0.0, b"", None, 0
+        self.done = asyncio.get_running_loop().create_future()
+        self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        try:
+            wrong = await asyncio.wait_for(self.done, leave)
+        except asyncio.TimeoutError:
+            self.transport.abort()
+            return b"", "left"
+        answer = b"".join(self.parts)
+        if wrong is None and not answer.startswith(b"HTTP/1.1 200"):
+            wrong = answer.split(b"\r\n")[0].decode()
+        if wrong is None and (b'data: {"error"' in answer or (self.streams and b"data: [DONE]" not in answer)):
+            wrong = "the stream broke off"
+        return answer, wrong
+
+
+def count_of(answer: bytes, name: bytes) -> int:
+    """A number of the usage."""
+    found = re.findall(rb'"%s": ?(\d+)' % name, answer)
+    return int(found[-1]) if found else 0
+
+
+async def client(number: int, job: dict[str, Any], found: list[list[Any]]) -> None:
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{job['port']}\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {job['key']}\r\n"
+    ).encode()
+    loop, turn, end = asyncio.get_running_loop(), number, time.monotonic() + job.get("seconds", 1e9)
+    connection: Connection | None = None
+    while time.monotonic() < end and (turn < job["count"] if "count" in job else True):
+        body = {**job["bodies"][turn % len(job["bodies"])]}
+        leave = body.pop("leave", None)
+        if connection is None or connection.transport.is_closing():
+            _, connection = await loop.create_connection(Connection, "127.0.0.1", job["port"])
+        start = time.monotonic()
+        answer, wrong = await connection.ask(head, json.dumps(body).encode(), leave)
+        read, written = count_of(answer, b"prompt_tokens"), count_of(answer, b"completion_tokens")
+        found.append([start, connection.first, time.monotonic(), read, written, wrong])
+        turn += job["clients"]
+    if connection is not None:
+        connection.transport.close()
+
+
+async def run(job: dict[str, Any]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    await asyncio.gather(*(client(number, job, found) for number in range(job["clients"])))
+    return found
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(asyncio.run(run(json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
