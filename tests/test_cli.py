@@ -31,7 +31,16 @@ from outpace.runtime import calibrate
 
 KEYS = [
     *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "tokens_per_step", "seconds"),
-    *("tokens_per_second", "method", "finish_reason", "accepted_per_step", "rows", "offered", "accepted"),
+    *(
+        "seconds_to_first_token",
+        "tokens_per_second",
+        "method",
+        "finish_reason",
+        "accepted_per_step",
+        "rows",
+        "offered",
+        "accepted",
+    ),
     *("times_plain", "seconds_by_part", "lossless"),
 ]
 CONTEXT = 96

@@ -29,6 +29,7 @@ LEVELS = [
     ["loop"],
     ["batch"],
     ["text", "grammar", "hints"],
+    ["options"],
     ["hook", "decoder"],
     ["parallel", "trace"],
     ["receipt", "race", "training"],

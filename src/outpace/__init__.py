@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SelfSpeculative,
         UnverifiedAdaDecode,
     )
+    from .options import BatchOptions, Options
     from .picking import Sampling
     from .runtime.costs import CostCurve
 
@@ -73,6 +74,7 @@ _HOMES = {
         "SelfSpeculative",
         "UnverifiedAdaDecode",
     ),
+    "options": ("BatchOptions", "Options"),
     "picking": ("Sampling",),
     "runtime.costs": ("CostCurve",),
 }
@@ -84,6 +86,7 @@ __all__ = [
     "Autoregressive",
     "Batch",
     "BatchError",
+    "BatchOptions",
     "CostCurve",
     "Decoder",
     "Draft",
@@ -98,6 +101,7 @@ __all__ = [
     "Medusa",
     "Method",
     "ModelError",
+    "Options",
     "OutpaceError",
     "OutpaceWarning",
     "PromptLookup",

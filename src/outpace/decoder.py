@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import index
 from os import PathLike
 from time import perf_counter
-from typing import Any, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 from .batch import MOST, Event, Request, Writing
 from .draft import MODEL, Likely, Step
@@ -22,6 +22,7 @@ from .models.adapter import Model
 from .models.defaults import Defaults
 from .models.hf import HFModel
 from .models.loading import load as load_model
+from .options import BatchOptions, Options, settled
 from .picking import Sampling
 from .runtime import calibrate
 from .runtime.choose import engine_for
@@ -29,7 +30,10 @@ from .runtime.costs import load as load_costs
 from .runtime.graphs import MEMORY
 from .text import Ending, TextStream
 
-Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
 """A text, token ids, or a chat as a list of messages with `role` and `content`. A list of prompts is a batch."""
 
 T = TypeVar("T")
@@ -57,6 +61,7 @@ class Result:
     error: Exception | None = None  # what ended a text of a batch; its finish_reason is "error" then
     logprobs: list[Likely] = field(default_factory=list)  # for each token, where they were asked for
     reused: int = 0  # tokens of the prompt that had been computed for another text
+    seconds_to_first_token: float | None = None  # the prompt's reading, and what is compiled at a first use
 
     @property
     def new_tokens(self) -> int:
@@ -82,6 +87,13 @@ class Result:
     def tokens_per_second(self) -> float:
         """Speed, the prompt's time included."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def decoding_tokens_per_second(self) -> float:
+        """Speed behind the first step: reading the prompt, and compiling at a first use, are left out."""
+        if self.steps < 2 or self.seconds_to_first_token is None:
+            return self.tokens_per_second
+        return sum(self.accepted_per_step[1:]) / max(self.seconds - self.seconds_to_first_token, 1e-9)
 
     @property
     def accepted(self) -> dict[str, int]:
@@ -110,6 +122,8 @@ class Result:
 
     def take(self, step: Step) -> None:
         """Grow by a step."""
+        if self.seconds_to_first_token is None:
+            self.seconds_to_first_token = self.seconds
         self.text += step.text
         self.token_ids += step.tokens
         self.sources += step.sources
@@ -139,6 +153,7 @@ _JSON = (
     "steps",
     "tokens_per_step",
     "seconds",
+    "seconds_to_first_token",
     "tokens_per_second",
     "method",
     "finish_reason",
@@ -216,32 +231,33 @@ class Decoder:
             return method.prepare(self.model)
 
     @overload
-    def generate(self, prompt: Any, *, n: int, **options: Any) -> list[Result]: ...
+    def generate(self, prompt: Any, *, n: int, **options: Unpack[BatchOptions]) -> list[Result]: ...
 
     @overload
-    def generate(self, prompt: Prompt, **options: Any) -> Result: ...
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...  # type: ignore[overload-overlap]
 
     @overload
-    def generate(self, prompt: Sequence[Prompt], **options: Any) -> list[Result]: ...
+    def generate(self, prompt: Sequence[Prompt], **options: Unpack[BatchOptions]) -> list[Result]: ...
 
-    def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Result | list[Result]:
-        """Write the whole answer. Takes the options of `stream`.
+    def generate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Result | list[Result]:
+        """Write the whole answer. `outpace.Options` has the options, as `stream` does.
 
         A list of prompts is written as a batch, and gives a list of results. `n` texts of each prompt come one after
         the other, the first with the sampling's seed, the next with the seed one higher, and so on. If texts fail, the
         others are written, and then a BatchError has all results.
         """
-        if "n" in options or is_batch(prompt):
-            return self._generate_batch(prompt, **options)
-        tokens = self.encode(prompt, options.pop("raw", False))  # type: ignore[arg-type]
+        options = settled(options)
+        if n is not None or is_batch(prompt):
+            return self._generate_batch(prompt, n, options)
+        tokens = self.encode(prompt, options.pop("raw", False))
         options["method"] = method = self.prepare(options.get("method") or self.method)
         result = self.begin(tokens, method)
         for _ in result.follow(self.stream(tokens, **options)):
             pass
         return result
 
-    def _generate_batch(self, prompt: Any, **options: Any) -> list[Result]:
-        with closing(self._batch_of(prompt, **options)) as batch:
+    def _generate_batch(self, prompt: Any, n: int | None, options: dict[str, Any]) -> list[Result]:
+        with closing(self._batch_of(prompt, n, options)) as batch:
             results = [self.begin(request.prompt, request.method) for request in batch.requests]
             start = perf_counter()
             for number, item in batch:
@@ -264,21 +280,23 @@ class Decoder:
         return Result(used.name, used.lossless, len(tokens))
 
     @overload
-    def stream(self, prompt: Any, *, n: int, **options: Any) -> Batch: ...
+    def stream(self, prompt: Any, *, n: int, **options: Unpack[BatchOptions]) -> Batch: ...
 
     @overload
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Step]: ...
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Step]: ...  # type: ignore[overload-overlap]
 
     @overload
-    def stream(self, prompt: Sequence[Prompt], **options: Any) -> Batch: ...
+    def stream(self, prompt: Sequence[Prompt], **options: Unpack[BatchOptions]) -> Batch: ...
 
-    def stream(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Iterator[Step] | Batch:
+    def stream(self, prompt: Any, *, n: int | None = None, **options: Any) -> Iterator[Step] | Batch:
         """Write step by step: each Step has the new tokens, their sources and the new text.
 
-        Options:
+        Options, as `outpace.Options` has them:
 
         - `max_new_tokens` (128)
-        - `sampling`: an outpace.Sampling; without one the text is greedy
+        - `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
+          `logit_bias`, `seed`; or all of them, with logits processors, as one `sampling`: an outpace.Sampling. Without
+          any of them the text is greedy
         - `stop`: strings that end the text and are not part of it
         - `raw`: give a text to the model as it is, without the chat template
         - `method`: override the decoder's own for this text; `prepare` one that has a model to load
@@ -296,16 +314,21 @@ class Decoder:
         A list of prompts gives a Batch: iterate over it for (number of the prompt, Step). There `method`, `sampling`
         and `max_new_tokens` may be lists too, with one for each prompt, and `n` asks for several texts of each.
         """
-        if "n" in options or is_batch(prompt):
-            return self._batch_of(prompt, **options)
-        request, text = self.request(prompt, **options)
+        options = settled(options)
+        if n is not None or is_batch(prompt):
+            return self._batch_of(prompt, n, options)
+        request, text = self._request(prompt, **options)
         return self._stream(request, text)
 
     def batch(self, most: int = MOST) -> Batch:
         """A batch without texts: `add` some. At most `most` are written at the same time, others wait."""
         return Batch(self, most)
 
-    def request(
+    def request(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Request, TextStream | None]:
+        """What one prompt and its options ask for, and the stream that its text comes out of."""
+        return self._request(prompt, **settled(options))
+
+    def _request(
         self,
         prompt: Any,
         *,
@@ -319,7 +342,6 @@ class Decoder:
         prediction: str | Sequence[int] | None = None,
         salt: str = "",
     ) -> tuple[Request, TextStream | None]:
-        """What one prompt and its options ask for, and the stream that its text comes out of."""
         tokens = self.encode(prompt, raw)
         limit = self._limit(len(tokens), max_new_tokens)
         stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -366,8 +388,9 @@ class Decoder:
             for step in steps:
                 yield with_text(step, text)
 
-    def _batch_of(self, prompts: Any, n: int = 1, **options: Any) -> Batch:
+    def _batch_of(self, prompts: Any, n: int | None, options: dict[str, Any]) -> Batch:
         prompts = prompts if is_batch(prompts) else [prompts]
+        n = 1 if n is None else n
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise InputError(f"n={n!r} must be 1 or more, a whole number.")
         given = {name: _for_each(name, options.pop(name, None), len(prompts)) for name in _EACH}
@@ -414,17 +437,31 @@ class Decoder:
                 )
         if self.tokenizer is None:
             raise InputError("a text prompt needs a tokenizer; this decoder has none. Give token ids.")
-        if isinstance(prompt, str) and raw:
-            return list(self.tokenizer(prompt)["input_ids"])
-        if isinstance(prompt, str) and not prompt.strip():
-            raise InputError("the prompt is empty. Give at least one word.")
+        if isinstance(prompt, str):
+            check_text("the prompt", prompt)
+            if raw:
+                return list(self.tokenizer(prompt)["input_ids"])
+            if not prompt.strip():
+                raise InputError("the prompt is empty. Give at least one word.")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return self._apply_template(messages)
+
+    def _apply_template(self, messages: Sequence[Any]) -> list[int]:
+        check_messages(messages)
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
                 f"the tokenizer of {self.model.name} has no chat template. Pass raw=True (--raw) to give the prompt as "
                 "it is, or set tokenizer.chat_template."
             )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        try:
+            found = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return list(found)
+        except Exception as error:  # templates raise what they like
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise InputError(
+                f"the chat template of {self.model.name} refuses these messages ({roles}): {str(error).rstrip('.')}. "
+                "Change their roles or their order, or pass raw=True (--raw) with a text of your own."
+            ) from error
 
     def _limit(self, prompt_length: int, max_new_tokens: int) -> int:
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
@@ -454,7 +491,7 @@ class Batch:
         self._writing = Writing(most)
         self._cancelled: set[int] = set()
 
-    def add(self, prompt: Prompt, **options: Any) -> int:
+    def add(self, prompt: Prompt, **options: Unpack[Options]) -> int:
         """Have one more text written, with the options that `Decoder.stream` has for one prompt; its number."""
         request, text = self._decoder.request(prompt, **options)
         with self._decoder.engine.turns:
@@ -483,6 +520,43 @@ class Batch:
     def close(self) -> None:
         """End all texts."""
         self._writing.close()
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise InputError for a text that no tokenizer takes.
+
+    >>> check_text("the prompt", "caf\\udce9")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    outpace.errors.InputError: the prompt has a lone surrogate, '\\udce9', at character 3: bytes that are no text ...
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{what} has a lone surrogate, {text[error.start]!a}, at character {error.start}: bytes that are no text "
+            "were decoded as such. Decode them with errors='replace'."
+        ) from None
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise InputError for what is no chat."""
+    for number, message in enumerate(messages):
+        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+            raise InputError(f"message {number} is {message!r:.80}: it must be a mapping with a role and a content.")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise InputError(
+                f"message {number} ({message['role']}) has the content {content!r:.60}, which must be a text."
+            )
+        parts = content if isinstance(content, list) else [{"text": content or ""}]
+        for part in parts:
+            if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+                raise InputError(
+                    f"message {number} ({message['role']}) has the part {part!r:.60}: parts of text alone are taken, "
+                    'like {"type": "text", "text": "…"}.'
+                )
+            check_text(f"message {number}", part["text"])
 
 
 def is_batch(prompt: Any) -> bool:

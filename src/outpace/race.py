@@ -63,8 +63,8 @@ def run(
     prepared = [decoder.prepare(method) for method in methods]
     # The first calls pay for memory and kernels that later ones find ready. Nobody's clock should show that.
     for method in prepared:
-        options = {"max_new_tokens": min(WARM_UP_TOKENS, max_new_tokens), "sampling": sampling, "raw": raw}
-        decoder.generate(prompt, method=method, **options)
+        few = min(WARM_UP_TOKENS, max_new_tokens)
+        decoder.generate(prompt, method=method, max_new_tokens=few, sampling=sampling, raw=raw)
     tokens = decoder.encode(prompt, raw)
     runs = [decoder.begin(tokens, method) for method in prepared]
     for number, (method, lane) in enumerate(zip(prepared, runs, strict=True)):

@@ -1,0 +1,122 @@
+"""What a text may be asked for with: the options of `Decoder.generate`, `stream` and `Batch.add`, checked by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from .errors import InputError, UnknownNameError
+from .grammar import Constraint, Grammar
+from .methods import Method
+from .picking import Sampling
+
+
+class _Shared(TypedDict, total=False):
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: str | Sequence[str]
+    raw: bool
+    logprobs: int | None
+    grammar: Grammar | Constraint | None
+    prediction: str | Sequence[int] | None
+    salt: str
+
+
+class Options(_Shared, total=False):
+    """Options of one text.
+
+    Attributes:
+        max_new_tokens: the most tokens to write; 128 unless given.
+        sampling: an outpace.Sampling; without one, and without a temperature, the text is greedy.
+        method: how to draft, in place of the decoder's own method: a name, or a method. `Decoder.prepare` one that has
+            a model to load.
+        temperature: 0 is greedy. This and the next ones are fields of Sampling, for those who need no more.
+        top_k: sample from the K most likely tokens.
+        top_p: sample from the fewest tokens with this total probability.
+        min_p: drop tokens less likely than this fraction of the best one.
+        repetition_penalty: above 1 discourages tokens of prompt and answer; None is the model's own.
+        presence_penalty: subtracted once from the logit of a token in the answer.
+        frequency_penalty: subtracted for each time the token occurs in the answer.
+        logit_bias: added to logits, by token id.
+        seed: the same seed gives the same text with every method.
+        stop: strings that end the text and are not part of it.
+        raw: give a text to the model as it is, without the chat template.
+        logprobs: the log probability of each token, and of this many alternatives.
+        grammar: an outpace.Grammar that the answer must match.
+        prediction: a text that the answer is expected to resemble; it only changes the speed.
+        salt: texts share their KV cache only with those of the same salt.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling | None
+    method: str | Method | None
+
+
+class BatchOptions(_Shared, total=False):
+    """Options of several texts: those of one, of which three may be lists with a value for each prompt."""
+
+    max_new_tokens: int | Sequence[int]
+    sampling: Sampling | Sequence[Sampling | None] | None
+    method: str | Method | Sequence[str | Method | None] | None
+
+
+NAMES = frozenset(Options.__annotations__) | frozenset(_Shared.__annotations__)
+CHANCE = tuple(name for name in _Shared.__annotations__ if name in Sampling.__dataclass_fields__)  # Sampling's own
+
+# What other libraries call it, and what to do here.
+_REMEDIES = {
+    "do_sample": "Give temperature=… to sample; without one the text is greedy.",
+    "max_tokens": "Use max_new_tokens.",
+    "max_completion_tokens": "Use max_new_tokens.",
+    "max_length": "Use max_new_tokens, which does not count the prompt.",
+    "min_new_tokens": "Set it in the model's generation_config.",
+    "num_return_sequences": "Use n.",
+    "num_beams": "Outpace decodes greedily or samples; beams are not there.",
+    "stop_strings": "Use stop.",
+    "stop_sequences": "Use stop.",
+    "eos_token_id": "Set decoder.ends to the ids that end a text.",
+    "pad_token_id": "Leave it out: nothing is padded here.",
+    "logits_processor": "Use sampling=outpace.Sampling(processors=[…]).",
+    "processors": "Use sampling=outpace.Sampling(processors=[…]).",
+    "rule": "Use sampling=outpace.Sampling(rule=…).",
+    "stopping_criteria": "Use stop, or leave the loop over decoder.stream(…).",
+    "streamer": "Iterate over decoder.stream(…), whose steps have the new text.",
+    "stream": "Iterate over decoder.stream(…), whose steps have the new text.",
+    "output_scores": "Use logprobs.",
+    "return_dict_in_generate": "Leave it out: a Result has everything.",
+    "use_cache": "Leave it out: there always is a KV cache.",
+    "assistant_model": 'Use method=outpace.DraftModel(model=…), or method="auto" without one.',
+    "prompt_lookup_num_tokens": 'Use method="prompt-lookup".',
+    "add_generation_prompt": "Leave it out: the chat template is applied; raw=True goes without it.",
+    "system": 'Give messages: [{"role": "system", "content": …}, {"role": "user", "content": …}].',
+    "messages": "Give them as the first argument.",
+    "response_format": "Use grammar=outpace.Grammar.json_schema(…).",
+    "guided_json": "Use grammar=outpace.Grammar.json_schema(…).",
+}
+
+
+def settled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with one `sampling` in place of its fields. Raises InputError for names that are none."""
+    for name in options:
+        if name in NAMES:
+            continue
+        if name in _REMEDIES:
+            raise InputError(f"there is no option {name!r}. {_REMEDIES[name]}")
+        raise UnknownNameError("option", name, NAMES)
+    given = {name: value for name, value in options.items() if name not in CHANCE}
+    chance = {name: options[name] for name in CHANCE if name in options}
+    if chance:
+        if options.get("sampling") is not None:
+            raise InputError(
+                f"{', '.join(chance)} and sampling={options['sampling']!r:.60} were given. Put all of it into one: "
+                f"outpace.Sampling({', '.join(f'{name}=…' for name in chance)})."
+            )
+        given["sampling"] = Sampling(**chance)
+    return given
