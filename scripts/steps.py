@@ -130,13 +130,13 @@ def graph_ms(program: Program, prompt: list[int], group: int = 1) -> tuple[float
 
         seen: list[torch.Tensor] = []
         place = program.reserve(sequence, Sampling(), 700)
-        alone(engine.read(sequence, program.sees(seen)))
+        alone(engine.read(sequence, program.sees(place, seen)))
         program.open(place, sequence, Sampling(), seen)
         try:
             whole = program._steps(group, 1024, frozenset())[-1]
             both = median_ms(whole.run, 12)
         finally:
-            program.close(place)
+            program.close(place, sequence, [])
     if group > 1:
         return both, 0.0
     target = engine._graph(next(size for size in [*engine.sizes] if size >= program.rows), len(prompt))

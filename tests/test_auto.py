@@ -34,7 +34,7 @@ from outpace.methods import auto
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
-from outpace.runtime.sizes import LONGEST, TRIED, WAIT, Arm, Gains, Sizes
+from outpace.runtime.sizes import AGAIN, LONGEST, TRIED, WAIT, Arm, Gains, Sizes
 from outpace.sources.recycle import SALTS, Recycle
 from outpace.step.chances import CUTS, FREE, KNOTS, SOURCES, Chances
 from outpace.step.nodes import NEVER, believed, knots_of, plant
@@ -142,7 +142,7 @@ def test_a_size_is_chosen_by_what_it_brings_and_costs() -> None:
     chosen = [sizes.choose([gains], arms).rows for _ in range(600)]
     assert {*chosen} == {1, 64}
     assert 600 // LONGEST <= chosen.count(64) <= 10  # now and then, and ever more seldom
-    sizes.end(gains, 1000)
+    sizes.end(gains, 1000, 1000)
     fresh = sizes.begin()
     assert sizes.choose([fresh], arms).rows == 1  # the next text begins with what the last has taught
 
@@ -162,6 +162,29 @@ def test_heads_are_left_out_where_they_bring_less_than_they_cost() -> None:
     assert sizes.choose([gains], arms).costly  # there is no way back, so a percent is not enough
 
 
+def test_a_text_begins_without_heads_where_they_did_not_pay() -> None:
+    sizes = Sizes()
+    arms = arms_of(sizes, {(1, False): 1.0, (64, False): 1.2, (64, True): 1.5})
+    gains = sizes.begin()
+    assert not sizes.spares([gains], arms, 100)  # nothing is known yet
+    for _ in range(200):
+        gains.learn(trees(4, 3, 4), arms[2], tokens=4, free=4)  # others have guessed all of it
+    sizes.end(gains, 200, 800)
+    begun = [sizes.spares([sizes.begin()], arms, 100) for _ in range(3 * AGAIN)]
+    assert begun == 3 * [*(AGAIN - 1) * [True], False]  # now and then they are tried again
+    gains = sizes.begin()
+    for _ in range(200):
+        gains.learn(trees(4, 3, 3), arms[2], tokens=4, free=3)  # worth a little more than it costs
+    sizes.end(gains, 200, 800)
+    assert not sizes.spares([sizes.begin()], arms, 100)
+    sizes.read(20.0)
+    assert sizes.spares([sizes.begin()], arms, 100)  # but not if they read the prompt first
+    assert sizes.spares([sizes.begin() for _ in range(4)], arms, 400)  # for which all others wait
+    for _ in range(99):
+        sizes.end(sizes.begin(), 1, 2000)
+    assert not sizes.spares([sizes.begin()], arms, 2000)  # a long text makes up for it
+
+
 def test_steps_that_were_never_timed_drift_with_those_that_were() -> None:
     sizes = Sizes()
     for kind, ms in (("one", 1.0), ("two", 2.0)):
@@ -176,7 +199,7 @@ def test_a_text_goes_on_without_heads_and_is_the_same(monkeypatch: pytest.Monkey
     model = tiny("Llama")
     decoder = decoder_of(model)
     method = decoder.prepare(Auto(heads=random_heads("amphista", model), rows=8))
-    monkeypatch.setattr(Sizes, "timed", lambda self, kind, ms: self._ms.setdefault(kind, 9.0 if kind[2] else 1.0))
+    monkeypatch.setattr(Sizes, "ms", lambda self, kind: 9.0 if kind[2] else 1.0)
     for prompts in ([prompt_of(1)], [prompt_of(seed) for seed in range(3)]):
         steps: dict[int, list[Step]] = {number: [] for number in range(len(prompts))}
         for number, step in decoder.stream(prompts, method=method, max_new_tokens=40):
@@ -185,7 +208,7 @@ def test_a_text_goes_on_without_heads_and_is_the_same(monkeypatch: pytest.Monkey
             written = [token for step in steps[number] for token in step.tokens]
             assert written == Decoder(model, method=Autoregressive()).generate(prompt, max_new_tokens=40).token_ids
             asked = [any(source.startswith("head") for source in step.draft.sources) for step in steps[number]]
-            assert any(asked[:TRIED])
+            assert any(asked[:TRIED]) == (len(prompts) == 1)  # later texts begin without them
             assert not any(asked[2 * TRIED :])
 
 

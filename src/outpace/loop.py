@@ -158,7 +158,7 @@ def _by_program(
     seen: list[Any] = []
     try:
         try:
-            yield from engine.read(sequence, program.sees(seen))
+            yield from engine.read(sequence, program.sees(place, seen))
         except InvalidLogits as error:
             raise InvalidLogits(f"at new token 1: {error}.") from error
         yield Turn(program, place)  # others are read first, if they wait: what is to be done now takes the host a while

@@ -65,6 +65,7 @@ class Place:
         self.gains = gains
         self.taken = 0  # steps that were read
         self.frugal = False  # whether a step went without the costly sources: what they know of the text has a gap
+        self.reading: Clock | None = None  # of the costly sources' reading of the prompt, until it is looked at
         self.steps: deque[Stepped] = deque()  # that were read, and nobody asked for yet
         self.ended = False
 
@@ -154,9 +155,9 @@ class Program:
         """The length of text that a graph is made for, if texts may grow so long."""
         return self.engine.span(min(limit, self.engine.pool.capacity) + self.deepest + 1)
 
-    def sees(self, seen: list[torch.Tensor]) -> Any:
+    def sees(self, place: Place, seen: list[torch.Tensor]) -> Any:
         """What is to be shown the hidden states of a prompt: None, if no source reads them."""
-        reads = any(isinstance(source, Reading) for source in self.sources)
+        reads = not place.frugal and any(isinstance(source, Reading) for source in self.sources)
         return (lambda hidden: seen.append(hidden.clone())) if reads else None
 
     def reserve(self, sequence: Sequence, sampling: Sampling, more: int | None) -> Place | None:
@@ -176,12 +177,16 @@ class Program:
             return None  # nobody asked for so much: the host gives slots as they are needed
         sequence.reserved = pool.allocate(needed)
         kind = (_group(len(self._places) + 1), self._span(limit), self.choices.needs | needs_of(sampling))
-        if not self._steps(*kind):  # they are made now, not in the midst of a text
+        arms = [graph.arm for graph in self._steps(*kind)]  # they are made now, not in the midst of a text
+        if not arms:
             pool.free(sequence.reserved)
             sequence.reserved = []
             return None
         place = Place(limit, self.sizes.begin())
         self._places.append(place)
+        if self.costly and self.plan.sizes:
+            gains = [place.gains for place in self._places]
+            place.frugal = self.sizes.spares(gains, arms, max(grown, 1))
         return place
 
     def open(self, place: Place, sequence: Sequence, sampling: Sampling, seen: list[torch.Tensor]) -> None:
@@ -195,6 +200,7 @@ class Program:
             Lanes.open(self.lanes, lane, sequence.tokens, sampling.seed)
             self.lanes.place(lane, [*sequence.slots, *sequence.reserved], place.limit)
             self.choices.open(lane, sampling, sequence.tokens, sequence.written)
+            reading, made = Clock(self.lanes.device), len(self._prompts)
             for source in self.sources:
                 source.open(lane, sequence.tokens, sampling.seed)
                 source.recall(lane, sequence.salt)
@@ -205,6 +211,9 @@ class Program:
                         sequence.reader, sequence.read = self.reader, len(sequence.slots)
                 if isinstance(source, Writing):
                     source.begin(sequence)
+            if seen and len(self._prompts) == made:  # otherwise most of the time went into graphs
+                reading.stop()
+                place.reading = reading
 
     def _feed(self, source: Reading, seen: list[torch.Tensor], sequence: Sequence) -> Any:
         """Show a source the states of the computed text, or of its end, as far as `seen` has them."""
@@ -238,7 +247,7 @@ class Program:
             self._hand_back(place, sequence, written)
         self._places.remove(place)
         place.ended = True
-        self.sizes.end(place.gains, place.taken)
+        self.sizes.end(place.gains, place.taken, len(written))
         if self.chances is not None:
             self.chances.pause()
         if place.lane >= 0:
@@ -279,6 +288,10 @@ class Program:
         kind = flight.arm.kind
         self.sizes.timed(kind, flight.ms())
         cost = self.sizes.costs(kind, (kind[0], 1, False, *kind[3:]))
+        for place in flight.places.values():
+            if place.reading:
+                self.sizes.read(place.reading.ms())
+                place.reading = None
         lanes = [lane for lane, place in flight.places.items() if not place.ended]
         expected: Items[Expected | None] = [None] * len(lanes)
         if self.chances is not None:

@@ -22,6 +22,8 @@ TIMING = 0.1  # how quickly the known milliseconds follow the measured ones
 BOLD = 1.1  # so much quicker steps with fewer guesses must be: those that are wrong teach recycling, too
 CERTAIN = 1.03  # so much quicker steps without costly sources must be
 TRIED = 12  # steps with them, at least, before a text goes on without
+AGAIN = 8  # so many texts that are written alone until one begins with them again, where they did not pay
+LENGTH = 128.0  # tokens that a text is expected to have before any has ended
 
 
 class Arm(NamedTuple):
@@ -70,12 +72,14 @@ class Gains:
     """
 
     def __init__(self, before: Gains | None = None) -> None:
+        self.asked = 0  # steps with costly sources
         self._with: _Known = _Known(before._with if before else None)
         self._without: _Known = _Known(before._without if before else None)
 
     def learn(self, expected: Expected, arm: Arm, tokens: int, free: int) -> None:
         """Such a step has brought so many tokens; `free` of them come of guesses that cost nothing, or of none."""
         if arm.costly:
+            self.asked += 1
             self._with.learn(expected[: len(CUTS)], _between(expected, arm.rows) - 1.0, tokens - 1)
         self._without.learn(expected[len(CUTS) : -1], expected[-1], min(free, tokens) - 1)
 
@@ -108,14 +112,47 @@ class Sizes:
         self._ms: dict[Hashable, float] = {}  # and with texts
         self._drift = 1.0  # what the second have of the first
         self._wait, self._waited = WAIT, 0
+        self._reading: float | None = None  # milliseconds in which costly sources read a prompt
+        self._length = LENGTH  # tokens of a text
+        self._taught = False  # whether a text has told what costly sources bring
+        self._spared = 0  # texts that have begun without them, one after the other
 
     def begin(self) -> Gains:
         """A text begins."""
         return Gains(self._before)
 
-    def end(self, gains: Gains, steps: int) -> None:
-        """A text has ended after so many steps."""
+    def end(self, gains: Gains, steps: int, tokens: int) -> None:
+        """A text has ended after so many steps, which wrote so many tokens."""
         self._before.follow(gains, min(1.0, SLOWLY * steps))
+        self._taught |= gains.asked >= TRIED
+        if steps:
+            self._length += TIMING * (tokens - self._length)
+
+    def read(self, ms: float) -> None:
+        """Costly sources have read a prompt in so long."""
+        self._reading = ms if self._reading is None else self._reading + TIMING * (ms - self._reading)
+
+    def spares(self, texts: Sequence[Gains], arms: Sequence[Arm], limit: int) -> bool:
+        """Whether a text that begins, the last of these, had better do without costly sources from its first step on.
+
+        So it is where, by what earlier texts have taught, all of them would be done sooner: costly sources read a
+        prompt before they bring anything, and all others wait for that. The text has `limit` tokens at most.
+        """
+        length = min(limit, self._length)
+
+        def spent(costly: bool) -> float:
+            values = [self._value(texts, arm) for arm in arms if arm.costly == costly]
+            return length * len(texts) / max(values) if values else float("inf")
+
+        reading = len(texts) * (self._reading or 0.0)
+        if not self._taught or spent(False) * CERTAIN > spent(True) + reading:
+            self._spared = 0
+            return False
+        self._spared += len(texts) == 1
+        if self._spared == AGAIN:
+            self._spared = 0
+            return False
+        return True
 
     def rested(self, kind: Hashable, ms: float) -> None:
         """A step of this kind took so long, without a text."""
