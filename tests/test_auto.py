@@ -282,7 +282,7 @@ def test_each_text_is_plain_decodings(name: str, heads: str | None) -> None:
 def test_steps_have_one_row_where_guesses_never_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny("Llama"))
     monkeypatch.setattr(Gains, "tokens", lambda self, rows, costly=True: 1.0)
-    monkeypatch.setattr(Sizes, "timed", lambda self, kind, ms: self._ms.setdefault(kind, 1.0 + kind[1]))
+    monkeypatch.setattr(Sizes, "ms", lambda self, kind: 1.0 + kind[1])
     steps = list(decoder.stream(prompt_of(1), method=Auto(heads=False, rows=8), max_new_tokens=40))
     assert sum(len(step.draft) == 1 for step in steps) > 0.8 * len(steps)
 
