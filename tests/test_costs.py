@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup, Result, Sampling, SelfSpeculative
+from outpace import CostCurve, Decoder, Jacobi, Lookahead, PromptLookup, Result, Sampling, SelfSpeculative, loop
 from outpace.bench.calibration import Look, calibrate
 from outpace.chart import save_accuracies, save_calibration
 from outpace.draft import Tree
@@ -166,6 +166,17 @@ def test_a_pool_that_is_wrong_is_believed_less() -> None:
         assert rows[:3] == [2, 2, 2]  # the token that both n-grams have
         assert rows == sorted(rows, reverse=True)
         assert rows[-1] == 1
+
+
+def test_an_estimate_counts_what_drafting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "perf_counter", count(0.0, 0.25).__next__)  # every lap takes a quarter
+    decoder = Decoder(tiny("Llama"))
+    decoder.engine.costs = CostCurve({}, (1, 2), (100,), ((0.5, 0.75),))
+    steps = list(decoder.stream([1, 2, 3], method=PromptLookup(rows=2, priced=False), max_new_tokens=9))
+    assert len(steps) > 2
+    for number, step in enumerate(steps):
+        rows = 1.0 if len(step.draft) == 1 else 1.5
+        assert step.cost == (rows + (0.5 if number == 0 else 1.0), 1.0)  # learning, and but for the first drafting
 
 
 def test_models_of_chains_go_by_their_costs() -> None:

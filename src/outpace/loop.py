@@ -142,8 +142,7 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
         clock.lap("verify")
         drafter.learn(draft, scores, verdict)
         clock.lap("learn")
-        costs = drafter.engine.costs
-        cost = (costs.price(len(draft)), 1.0) if costs else None
+        cost = _cost(drafter, draft, clock.laps, first=written == len(verdict.tokens))
         sources = _sources(draft, verdict)
         yield Step(verdict.tokens, sources, draft, verdict.rows, finish, clock.laps, "", cost, likely, reused)
         reused = 0
@@ -192,6 +191,17 @@ def _by_program(
             reused = 0
     finally:
         program.close(place, sequence, text[len(sequence.tokens) :])
+
+
+def _cost(drafter: Drafter, draft: Draft, laps: dict[str, float], first: bool) -> tuple[float, float] | None:
+    """What a step has cost, and one of plain decoding, where the curve is known. The drafter's own work counts."""
+    costs = drafter.engine.costs
+    if costs is None:
+        return None
+    own = laps["learn"]
+    if not (first or drafter.asks):  # heads read the prompt before their first draft
+        own += laps["draft"]
+    return costs.price(len(draft)) + own / costs.step(1), 1.0
 
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:

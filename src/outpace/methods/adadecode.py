@@ -237,6 +237,7 @@ class Asked(NamedTuple):
 
 class _Drafter(Drafter):
     extends = False
+    asks = True
 
     def __init__(
         self,
@@ -323,6 +324,8 @@ class _Drafter(Drafter):
 
 class _TreeDrafter(Drafter):
     """What a program does with the same sources, on the host: the trees are the same."""
+
+    asks = True
 
     def __init__(self, method: AdaDecode, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)

@@ -26,6 +26,7 @@ class Drafter(AbstractContextManager["Drafter"]):
 
     history: History  # of those that guess that the text repeats itself
     extends: bool = True  # whether its drafts may get further rows before they are scored
+    asks: bool = False  # whether it has the target compute something while it drafts
 
     def __init__(self, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         self.engine = engine
