@@ -16,6 +16,7 @@ import torch
 
 from outpace import InputError, PromptLookup
 from outpace.runtime.graphs import GraphEngine
+from outpace.serve import streams
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
 from outpace.serve.tools import Calls, Found
@@ -529,6 +530,18 @@ def test_a_deadline_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         found.settle()
         assert found.held == 0
+
+
+def test_a_stream_that_says_nothing_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "ALIVE", 0.05)
+    with running(new_decoder()) as found:
+        expected = found.text(max_tokens=4)
+        slow(found, 0.2, monkeypatch)
+        text = found.chat(max_tokens=4, stream=True, speculative=False).text
+        blocks = text.split("\n\n")
+        assert ":" in blocks
+        said = [json.loads(block[6:]) for block in blocks if block.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in said) == expected
 
 
 def test_sigterm_drains(monkeypatch: pytest.MonkeyPatch) -> None:

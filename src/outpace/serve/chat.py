@@ -14,6 +14,7 @@ from .fields import ChatRequest, ResponseFormat, Tool, ToolChoice
 from .pieces import figures, likely, new_id, trace
 from .prompts import chat_tokens, text_of
 from .service import Reply, Service
+from .streams import Event, Form
 from .tools import Calls, Found, forced
 from .worker import Order
 
@@ -96,6 +97,7 @@ class Choice:
         self.text = ""
         self.finish: str | None = None
         self.calls: list[dict[str, Any]] = []
+        self.finds_calls = has_tools
         self._found = Calls() if has_tools else None
 
     def take(self, step: Step) -> list[dict[str, Any]]:
@@ -160,7 +162,7 @@ async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, An
     }
 
 
-async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGenerator[tuple[str | None, Any], None]:
+async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGenerator[Event, None]:
     """The answer as it comes."""
     orders, name = await orders_of(service, asked, salt), new_id("chatcmpl-")
     choices = [Choice(bool(asked.tools) and asked.tool_choice != "none") for _ in orders]
@@ -169,9 +171,17 @@ async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGene
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}
     decoder = service.decoder
     begun: set[int] = set()
+    # Of most events only the text is new.
+    plainly = not (choices[0].finds_calls or asked.logprobs or asked.trace)
+    content = {"delta": {"content": Form.PLACE}, "finish_reason": None}
+    forms = [Form({**head, "choices": [{"index": place, **content}], **empty}) for place in range(len(orders))]
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
             for place, steps in _by_place(batch).items():
+                if plainly and place in begun and steps[-1].finish is None:
+                    if text := "".join([step.text for step in steps]):
+                        yield forms[place].filled(text)
+                    continue
                 deltas = [delta for step in steps for delta in choices[place].take(step)]
                 deltas = _merged(deltas)
                 if place not in begun:

@@ -12,6 +12,7 @@ from .fields import CompletionRequest
 from .pieces import LEAST, figures, new_id, trace, word
 from .prompts import raw_tokens
 from .service import Service
+from .streams import Event, Form
 from .worker import Order
 
 USUAL = 16  # new tokens, where a request does not say: as OpenAI has it
@@ -93,9 +94,7 @@ async def whole(service: Service, asked: CompletionRequest, salt: str) -> dict[s
     }
 
 
-async def streamed(
-    service: Service, asked: CompletionRequest, salt: str
-) -> AsyncGenerator[tuple[str | None, Any], None]:
+async def streamed(service: Service, asked: CompletionRequest, salt: str) -> AsyncGenerator[Event, None]:
     """The answer as it comes."""
     orders, prompts = await orders_of(service, asked, salt)
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -103,12 +102,18 @@ async def streamed(
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}
     decoder = service.decoder
     chances = [_Chances(decoder) for _ in orders]
+    plainly = not asked.trace and asked.logprobs is None
+    blank = {"text": Form.PLACE, "logprobs": None, "finish_reason": None}
+    forms = [Form({**head, "choices": [{"index": place, **blank}], **empty}) for place in range(len(orders))]
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
             for place in dict.fromkeys(place for place, _ in batch):
                 steps = [step for other, step in batch if other == place]
                 text, finish = "".join(step.text for step in steps), steps[-1].finish
                 if not (text or finish or asked.trace or asked.logprobs is not None):
+                    continue
+                if plainly and not finish:
+                    yield forms[place].filled(text)
                     continue
                 choice: dict[str, Any] = {
                     "index": place,

@@ -63,10 +63,14 @@ class Metrics:
         self._by_place = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "accepted guesses", by_place, registry=self.registry
         )
-        for counter in self._counters.values():
-            counter.labels(**self._labels)
-        for reason in ("stop", "length", "abort", "error"):
-            self._success.labels(**self._labels, finished_reason=reason)
+        # Looking up labels takes longer than counting, so that is done once.
+        self._counts = {name: counter.labels(**self._labels) for name, counter in self._counters.items()}
+        self._observed = {name: histogram.labels(**self._labels) for name, histogram in self._histograms.items()}
+        self._at = [self._by_place.labels(**self._labels, position=str(place)) for place in range(DEEPEST)]
+        self._ended = {
+            reason: self._success.labels(**self._labels, finished_reason=reason)
+            for reason in ("stop", "length", "abort", "error")
+        }
 
     def follow(self, worker: Worker) -> None:
         """Read the gauges from this worker."""
@@ -90,15 +94,16 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _count(self, name: str, number: float) -> None:
-        self._counters[name].labels(**self._labels).inc(number)
+        self._counts[name].inc(number)
 
     def _observe(self, name: str, number: float) -> None:
-        self._histograms[name].labels(**self._labels).observe(max(0.0, number))
+        self._observed[name].observe(max(0.0, number))
 
     def stepped(self, tokens: int, jobs: Sequence[tuple[Job, Step]], now: float) -> None:
         """A step has brought so many tokens."""
         self._observe("iteration_tokens_total", tokens)
         self._count("generation_tokens", tokens)
+        drafts, offered, right = 0, 0, list[int]()  # of all texts
         for job, step in jobs:
             if not job.first:
                 job.first = now
@@ -110,17 +115,20 @@ class Metrics:
                 for _ in step.tokens:
                     self._observe("inter_token_latency_seconds", (now - job.last) / len(step.tokens))
             job.last = now
-            guesses = step.draft.candidates - 1
-            if guesses:
-                self._count("spec_decode_num_drafts", 1)
-                self._count("spec_decode_num_draft_tokens", guesses)
-                self._count("spec_decode_num_accepted_tokens", len(step.rows) - 1)
-                for place in range(min(len(step.rows) - 1, DEEPEST)):
-                    self._by_place.labels(**self._labels, position=str(place)).inc()
+            if step.draft.candidates > 1:
+                drafts += 1
+                offered += step.draft.candidates - 1
+                right.append(len(step.rows) - 1)
+        if drafts:
+            self._count("spec_decode_num_drafts", drafts)
+            self._count("spec_decode_num_draft_tokens", offered)
+            self._count("spec_decode_num_accepted_tokens", sum(right))
+            for place in range(min(max(right), DEEPEST)):
+                self._at[place].inc(sum(accepted > place for accepted in right))
 
     def ended(self, job: Job, reason: str, now: float) -> None:
         """A text has ended."""
-        self._success.labels(**self._labels, finished_reason=reason).inc()
+        self._ended[reason].inc()
         self._observe("e2e_request_latency_seconds", now - job.arrived)
         self._observe("request_prompt_tokens", job.result.prompt_tokens)
         self._observe("request_generation_tokens", job.result.new_tokens)

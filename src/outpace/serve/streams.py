@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 from .faults import fault_of
 
 T = TypeVar("T")
+Event: TypeAlias = "tuple[str | None, Any] | bytes"
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 ALIVE = 15.0  # seconds without an event until a comment says that the stream lives
 
 
@@ -42,17 +44,18 @@ async def _gone(receive: Receive) -> None:
 
 
 class Events(Response):
-    """Server-sent events, from what a generator gives: (name of the event or None, data).
+    """Server-sent events, from what a generator gives: (name of the event or None, data), or bytes that are encoded.
 
     The answer begins with the first event. Until then an error is an HTTP error; later it is an event.
     """
 
-    def __init__(self, events: AsyncGenerator[tuple[str | None, Any], None]) -> None:
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
         self._events = events
+        self._quiet = False  # whether nothing was sent for a while
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all, unless the client goes."""
@@ -60,30 +63,52 @@ class Events(Response):
             await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        started = False
+        alive: asyncio.Task[None] | None = None
         try:
-            while True:
-                coming = asyncio.ensure_future(anext(self._events))
-                while started and not (await asyncio.wait({coming}, timeout=ALIVE))[0]:
-                    await send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
-                event = await coming
-                if not started:
+            async for event in self._events:
+                if alive is None:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    started = True
-                await send({"type": "http.response.body", "body": encoded(*event), "more_body": True})
-        except StopAsyncIteration:
-            pass
+                    alive = asyncio.ensure_future(self._keep_alive(send))
+                self._quiet = False
+                body = event if isinstance(event, bytes) else encoded(*event)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
-            if not started:
+            if alive is None:
                 raise
             body = encoded(None, fault_of(error).body)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
+            if alive is not None:
+                alive.cancel()
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            self._quiet = True
+            await asyncio.sleep(ALIVE)
+            if self._quiet:
+                await send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 
 
 def encoded(name: str | None, data: Any) -> bytes:
     """An event as it goes over the wire."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = data if isinstance(data, str) else to_json(data)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+class Form:
+    """Events that differ in one text alone: the rest of them is encoded once.
+
+    >>> Form({"delta": {"content": Form.PLACE}}).filled("hi")
+    b'data: {"delta":{"content":"hi"}}\\n\\n'
+    """
+
+    PLACE = "\0"  # stands for the text
+
+    def __init__(self, data: Any) -> None:
+        self._before, _, self._after = encoded(None, data).rpartition(to_json(self.PLACE).encode())
+
+    def filled(self, text: str) -> bytes:
+        """The event with a text."""
+        return self._before + to_json(text).encode() + self._after
