@@ -61,7 +61,6 @@ from outpace.draft import Scores, Verdict, chain
 from outpace.heads.shipped import of_kind
 from outpace.heads.storing import read_config
 from outpace.methods import METHODS
-from outpace.methods.lookahead import PUBLISHED
 from outpace.models import bundled
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
@@ -82,13 +81,10 @@ STEPS: dict[str, Method] = {
     "prompt-lookup, a chain": PromptLookup(tree=False),
     "prompt-lookup, 16 rows": PromptLookup(rows=16),
     "prompt-lookup": PromptLookup(),
-    "lookahead as published, no prompt pool": Lookahead(**PUBLISHED),
-    "lookahead as published": Lookahead(**{**PUBLISHED, "prompt_pool": True}),
+    "lookahead as published, no prompt pool": Lookahead(published=True, prompt_pool=False),
+    "lookahead as published": Lookahead(published=True),
     "lookahead": Lookahead(),
     "lookahead, no prompt pool": Lookahead(prompt_pool=False),
-    "lookahead, not early": Lookahead(verify_early=False),
-    "lookahead, window not verified": Lookahead(verify_window=False),
-    "lookahead, shift by token": Lookahead(shift="token"),
     "lookahead, keys of one token": Lookahead(longest_key=1),
     "lookahead, reach 0": Lookahead(reach=0),
     "lookahead, no recycling": Lookahead(recycle=False),

@@ -31,7 +31,6 @@ from outpace import Decoder, Lookahead, load
 from outpace import parallel as ranked
 from outpace.bench.prompts import PROMPTS
 from outpace.chart import check_plot, save_windows
-from outpace.methods.lookahead import PUBLISHED
 from outpace.reproduce.scaling import Point, fit
 
 NGRAM = 5
@@ -63,7 +62,8 @@ def windows(arguments: argparse.Namespace) -> None:
     decoder = open_decoder(arguments) if left else None
     for number, ranks in track(left, console=Console(stderr=True)):
         assert decoder is not None
-        method = Lookahead(window=WINDOW * ranks, ngram=NGRAM, guesses=WINDOW * ranks, **PUBLISHED)
+        shape = {"window": WINDOW * ranks, "ngram": NGRAM, "guesses": WINDOW * ranks}
+        method = Lookahead(published=True, prompt_pool=False, **shape)
         result = decoder.generate(texts[number], method=method, max_new_tokens=arguments.tokens)
         row = {"prompt": number, "ranks": ranks, "tokens": result.new_tokens, "steps": result.steps}
         done.append(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Path = tuple[int, ...]
@@ -114,17 +114,32 @@ class Memory:
 
 @dataclass
 class PublishedLookahead:
-    """N-1 levels of a window of W columns, and a pool of G n-grams under each token."""
+    """N-1 levels of a window of W columns, and a pool of G n-grams under each token (arXiv 2402.02057, Algorithm 2).
+
+    `reference`: n-grams of the prompt and of the answer so far are in the pool too ("prompt as reference").
+    """
 
     window: int
     ngram: int
     guesses: int
+    reference: bool = False
     levels: list[list[int]] = field(default_factory=list)  # level 0 without the current token
     pool: dict[int, list[Path]] = field(default_factory=dict)  # newest last
 
     def open(self, tokens: Sequence[int], seed: int) -> None:
         self.levels = [random.Random(seed).choices(tokens, k=self.window - 1 + self.ngram - 2)]
         self.pool = {}
+        self.read(tokens, len(tokens))
+
+    def read(self, text: Sequence[int], new: int) -> None:
+        """Take in the n-grams that end with the last `new` tokens."""
+        for end in range(max(len(text) - new + 1, self.ngram), len(text) + 1):
+            if self.reference:
+                self.insert(*text[end - self.ngram : end])
+
+    def insert(self, first: int, *run: int) -> None:
+        known = [other for other in self.pool.get(first, []) if other != run]
+        self.pool[first] = [*known, run][-self.guesses :] if self.guesses else []
 
     @property
     def full(self) -> bool:
@@ -158,11 +173,29 @@ class PublishedLookahead:
             self.levels = [level[1:] for level in [*self.levels, new]]
             return
         for column, first in enumerate([current, *self.levels[0]]):
-            run = (*(level[column] for level in self.levels[1:]), new[column])
-            known = [other for other in self.pool.get(first, []) if other != run]
-            self.pool[first] = [*known, run][-self.guesses :] if self.guesses else []
+            self.insert(first, *(level[column] for level in self.levels[1:]), new[column])
         _, first_level, *others = [*self.levels, new]
         self.levels = [first_level[1:], *others]
+
+    def write(self, said: Callable[[Path], int], prompt: Sequence[int], seed: int, room: int) -> Iterator[list[int]]:
+        """The tokens of each step, where `said` gives the model's best token behind a text; `room` is enough for all.
+
+        Greedy verification, Algorithm 3: n-grams that go on with the model's own token stay, until none is left.
+        """
+        text = list(prompt)
+        self.open(text, seed)
+        while True:
+            left, new = list(self.pool.get(text[-1], [])) if self.full else [], list[int]()
+            for place in range(self.ngram):
+                new.append(said((*text, *new)))
+                left = [run for run in left if place < len(run) and run[place] == new[-1]]
+                if not left:
+                    break
+            current, columns = text[-1], {path: said((*text, *path)) for path in self.columns()}
+            text += new
+            self.read(text, len(new))
+            self.learn(current, columns, room)
+            yield new
 
 
 # Jacobi decoding

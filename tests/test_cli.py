@@ -41,7 +41,7 @@ KEYS = [
         "offered",
         "accepted",
     ),
-    *("times_plain", "seconds_by_part", "lossless"),
+    *("times_plain", "remark", "seconds_by_part", "lossless"),
 ]
 CONTEXT = 96
 END = "<end>"
@@ -196,10 +196,10 @@ class TestGenerate:
             return seen[0]
 
         monkeypatch.setattr(cli.writing, "load_decoder", note)
-        settings = ("window=3", "ngram=4", "prompt_pool=false", "verify_window=True", "shift=token")
+        settings = ("window=3", "ngram=4", "prompt_pool=false", "published=True")
         result = generate(folder, "--max-new-tokens", 2, *(word for item in settings for word in ("--set", item)))
         assert result.exit_code == 0
-        wanted = {"window": 3, "ngram": 4, "prompt_pool": False, "verify_window": True, "shift": "token"}
+        wanted = {"window": 3, "ngram": 4, "prompt_pool": False, "published": True}
         assert seen[0].method == make("lookahead", cpu=True, **wanted)
 
     def test_defaults_are_those_of_the_library(self) -> None:

@@ -18,7 +18,6 @@ from outpace.chart import save_accuracies, save_calibration
 from outpace.draft import Tree
 from outpace.errors import InputError
 from outpace.methods import make
-from outpace.methods.lookahead import PUBLISHED
 from outpace.methods.ngrams import History
 from outpace.models.hf import HFModel
 from outpace.picking import Picker
@@ -133,7 +132,7 @@ def test_sized_methods_write_the_same_text(method: object, curve: CostCurve) -> 
     assert decoder.generate(prompt, method=method, max_new_tokens=30).token_ids == expected
 
 
-@pytest.mark.parametrize("settings", [PUBLISHED, {"reach": 0}, {}])
+@pytest.mark.parametrize("settings", [{"published": True, "prompt_pool": False}, {"reach": 0}, {}])
 def test_a_single_column_offers_the_pool_as_far_as_rows_pay(settings: dict[str, Any]) -> None:
     decoder, prompt = Decoder(tiny("Llama")), [1, 2, 3, 1, 2]
     method = Lookahead(window=1, ngram=4, **settings)
@@ -150,11 +149,21 @@ def test_a_single_column_offers_the_pool_as_far_as_rows_pay(settings: dict[str, 
     assert drafted["dear"] == 0
 
 
+def test_lookahead_without_a_window_says_that_it_is_prompt_lookup() -> None:
+    decoder, prompt = Decoder(tiny("Llama")), [5, 9, 5, 9, 7, 3] * 4
+    decoder.engine.costs = CostCurve({}, (1, 2), (100,), ((1.0, 1.3),))
+    small = decoder.generate(prompt, method=Lookahead(window=1, ngram=2, guesses=16), max_new_tokens=20)
+    assert [*small.offered] == ["history"]
+    assert "prompt-lookup" in (small.remark or "")
+    assert decoder.generate(prompt, method=Lookahead(window=3), max_new_tokens=20).remark is None
+
+
 def test_a_pool_that_is_wrong_is_believed_less() -> None:
     decoder = Decoder(tiny("Llama"))
     decoder.engine.costs = CostCurve({}, (1, 2), (100,), ((1.0, 1.08),))  # a guess must be right one time in twelve
     with decoder.engine.pool.sequence([5, 7]) as text:
-        drafter: Any = Lookahead(**PUBLISHED, window=1).start(decoder.engine, text, Picker(Sampling(), 2))
+        method = Lookahead(published=True, prompt_pool=False, window=1)
+        drafter: Any = method.start(decoder.engine, text, Picker(Sampling(), 2))
         for ngram in ([7, 1, 2, 3, 4], [7, 1, 9, 9, 9]):
             drafter.pool.add(ngram)
         rows = []

@@ -42,9 +42,7 @@ METHODS: dict[str, Method] = {
     "prompt-lookup gated": PromptLookup(rows=20, gate=0.3),
     "jacobi": Jacobi(window=5),
     "lookahead": Lookahead(window=4, ngram=4, guesses=4),
-    "lookahead as published": Lookahead(
-        window=4, ngram=4, guesses=4, verify_window=False, verify_early=False, longest_key=1, recycle=False, reach=0
-    ),
+    "lookahead as published": Lookahead(window=4, ngram=4, guesses=4, published=True),
     "lookahead pairs": Lookahead(window=3, ngram=2, guesses=3),
     "lookahead one column": Lookahead(window=1, ngram=2, guesses=5),
     "lookahead one guess": Lookahead(window=2, ngram=3, guesses=1, prompt_pool=False),

@@ -25,10 +25,8 @@ METHODS: dict[str, Method] = {
     "prompt-lookup chain": PromptLookup(tree=False),
     "lookahead": Lookahead(),
     "lookahead small": Lookahead(window=2, ngram=2, guesses=1, longest_key=1),
-    "lookahead as published": Lookahead(
-        window=4, ngram=4, guesses=4, verify_window=False, verify_early=False, longest_key=1, recycle=False, reach=3
-    ),
-    "lookahead by token": Lookahead(window=6, ngram=3, shift="token", prompt_pool=False),
+    "lookahead as published": Lookahead(window=4, ngram=4, guesses=4, published=True),
+    "lookahead without the text": Lookahead(window=6, ngram=3, prompt_pool=False),
 }
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "GPTNeoX", "GPT2", "OPT", "Mixtral"]
 
@@ -104,13 +102,11 @@ def test_any_settings_of_any_method(data: Any) -> None:
                 ngram=st.integers(2, 6),
                 guesses=st.integers(0, 6),
                 prompt_pool=st.booleans(),
-                verify_window=st.booleans(),
-                verify_early=st.booleans(),
                 longest_key=st.integers(1, 4),
                 reach=small,
                 recycle=st.booleans(),
-                shift=st.sampled_from(["step", "token"]),
             ),
+            st.builds(Lookahead, window=small, ngram=st.integers(2, 6), published=st.just(True)),
             st.builds(DraftModel, model=st.just(tiny("Llama", seed=1)), length=small),
         )
     )

@@ -54,8 +54,8 @@ pytestmark = pytest.mark.xdist_group("ranks")  # in one process, so that no two 
 METHODS: list[Method] = [
     Autoregressive(),
     Lookahead(),
-    Lookahead(window=6, ngram=4, guesses=6, shift="token"),
-    Lookahead(window=4, ngram=4, guesses=4, verify_window=False, verify_early=False, longest_key=1, recycle=False),
+    Lookahead(window=6, ngram=4, guesses=6),
+    Lookahead(window=4, ngram=4, guesses=4, published=True),
     PromptLookup(),
 ]
 SAMPLINGS = [
@@ -149,11 +149,10 @@ def test_any_tree_on_any_number_of_ranks(data: Any) -> None:
                 window=small,
                 ngram=st.integers(2, 6),
                 guesses=st.integers(0, 6),
-                verify_window=st.booleans(),
-                verify_early=st.booleans(),
                 reach=small,
                 recycle=st.booleans(),
             ),
+            st.builds(Lookahead, window=small, ngram=st.integers(2, 6), published=st.just(True)),
         )
     )
     sampling = data.draw(st.sampled_from(SAMPLINGS))

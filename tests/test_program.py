@@ -39,7 +39,6 @@ from outpace import (
 )
 from outpace.bench.calibration import calibrate
 from outpace.loop import decode
-from outpace.methods.lookahead import PUBLISHED
 from outpace.models.adapter import FixedRows
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
@@ -66,8 +65,8 @@ PLAIN: dict[str, Method] = {
     "lookahead": Lookahead(window=3, ngram=3, guesses=3, reach=6),
     "auto": Auto(heads=False, rows=12),
     "lookahead small": Lookahead(window=1, ngram=2, guesses=1, longest_key=1),
-    "lookahead as published": Lookahead(window=2, ngram=4, guesses=2, **PUBLISHED),
-    "lookahead by token": Lookahead(window=3, ngram=3, guesses=3, shift="token", reach=0, longest_key=2),
+    "lookahead as published": Lookahead(window=2, ngram=4, guesses=2, published=True),
+    "lookahead by n-grams": Lookahead(window=3, ngram=3, guesses=3, reach=0, longest_key=2),
     "lookahead without guesses": Lookahead(window=3, ngram=3, guesses=0),
 }
 QUICK = (

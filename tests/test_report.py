@@ -17,7 +17,7 @@ from outpace import Decoder, InputError, Lookahead, report
 from outpace.bench import results as bench_results
 from outpace.chart import save_speeds
 from outpace.draft import Draft
-from outpace.methods.lookahead import PUBLISHED, _Drafter
+from outpace.methods.lookahead import _Drafter
 from outpace.report import render, window_of, write_report
 
 from .conftest import tiny
@@ -137,7 +137,7 @@ def watched_windows(monkeypatch: pytest.MonkeyPatch, **settings: int) -> tuple[l
 
 
 @pytest.mark.parametrize("settings", [(4, 4, 4), (1, 5, 3), (7, 3, 2), (15, 5, 15), (3, 2, 3)])
-@pytest.mark.parametrize("others", [{}, PUBLISHED])
+@pytest.mark.parametrize("others", [{}, {"published": True, "prompt_pool": False}])
 def test_the_window_is_found_in_the_tree(
     monkeypatch: pytest.MonkeyPatch, settings: tuple[int, int, int], others: dict[str, Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from outpace import AdaDecode, Decoder, DraftModel, Lookahead, Sampling
 from outpace.draft import Draft, Step
 from outpace.methods.headed import FLOOR, LONGEST, REACH
-from outpace.methods.lookahead import PUBLISHED
 from outpace.models.hf import HFModel
 from outpace.picking import Picker, likeliest
 from outpace.runtime import program
@@ -31,7 +31,7 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import walk
 
 from . import oracles
-from .conftest import tiny
+from .conftest import CONTEXT, tiny
 from .oracles import Path
 from .test_adadecode import random_exits
 from .test_lossless import prompt_of
@@ -236,7 +236,7 @@ def test_what_is_not_a_chance_is_not_recycled() -> None:
 
 
 def published(window: int, ngram: int, guesses: int) -> Settings:
-    return Settings(window, ngram, guesses, 1, False, False, False, False, False)
+    return Settings(window, ngram, guesses, 1, recycle=False, published=True, read=False)
 
 
 def assert_published(
@@ -276,7 +276,7 @@ def test_a_models_steps_are_those_of_the_published_lookahead(window: int, ngram:
     model = tiny("Llama")
     decoder = Decoder(model)
     decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
-    method = Lookahead(window=window, ngram=ngram, guesses=guesses, **PUBLISHED)
+    method = Lookahead(window=window, ngram=ngram, guesses=guesses, published=True, prompt_pool=False)
     prompts, texts = [prompt_of(1), prompt_of(2)], list[list[int]]()
     drafted: list[list[Step]] = [[], []]
     for number, step in decoder.stream(prompts, method=method, sampling=Sampling(seed=5), max_new_tokens=30):
@@ -297,6 +297,19 @@ def test_a_models_steps_are_those_of_the_published_lookahead(window: int, ngram:
             text += step.tokens
         texts.append(text)
     assert [len(text) for text in texts] == [len(prompt) + 30 for prompt in prompts]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 3, 5), (3, 4, 2)])
+def test_steps_are_those_of_the_papers_own_loop(window: int, ngram: int, guesses: int, reference: bool) -> None:
+    """A text without a KV cache, a tree or a mask: one forward for each token that the paper's algorithm asks for."""
+    model, prompt = tiny("Llama"), prompt_of(3)
+    said = cache(lambda text: said_behind(model, text))
+    simple = oracles.PublishedLookahead(window, ngram, guesses, reference).write(said, prompt, 7, CONTEXT)
+    method = Lookahead(window=window, ngram=ngram, guesses=guesses, prompt_pool=reference, published=True)
+    found = [*Decoder(model).stream(prompt, method=method, sampling=Sampling(seed=7), max_new_tokens=60)]
+    assert [list(step.tokens) for step in found[:-1]] == [next(simple) for _ in found[:-1]]
+    assert len(found) < 50  # or nothing was guessed
 
 
 @torch.inference_mode()

@@ -42,7 +42,8 @@ def forecast(run: Result) -> str:
 def guesses(run: Result) -> str:
     """The guesses of a run that were right, of those that were made, by source."""
     made = [f"{name} {run.accepted.get(name, 0)} of {offered}" for name, offered in run.offered.items()]
-    return f"right guesses: {', '.join(made)}" if made else "no guesses"
+    remark = f" ({run.remark})" if run.remark else ""
+    return f"right guesses: {', '.join(made)}{remark}" if made else "no guesses"
 
 
 def times(speed: float | None) -> str:

@@ -109,6 +109,13 @@ class Result:
         steps, plain = self.cost
         return plain / steps if steps else None
 
+    @property
+    def remark(self) -> str | None:
+        """What the method's name does not say; None where it says all."""
+        if self.method == "lookahead" and [*self.offered] == ["history"]:
+            return "a window does not pay here, so all guesses came from the text, as prompt-lookup's do"
+        return None
+
     def follow(self, stream: Iterator[Step]) -> Iterator[Step]:
         """Pass steps on, counted and timed. The time that the receiver takes for a step is not counted."""
         while True:
@@ -162,6 +169,7 @@ _JSON = (
     "offered",
     "accepted",
     "times_plain",
+    "remark",
     "seconds_by_part",
     "lossless",
 )

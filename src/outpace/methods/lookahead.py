@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -36,15 +36,7 @@ from .ngrams import History, NgramPool
 
 HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
 DOUBT = 4.0  # looks into the pool that a text is thought to have begun with, right as often as TRUST says
-PUBLISHED: dict[str, Any] = {  # settings that make it the paper's, without "prompt as reference" (prompt_pool)
-    "prompt_pool": False,
-    "verify_window": False,
-    "verify_early": False,
-    "longest_key": 1,
-    "reach": 0,
-    "recycle": False,
-    "shift": "step",
-}
+PUBLISHED: dict[str, Any] = {"longest_key": 1, "reach": 0, "recycle": False}  # what these are in the paper
 
 
 @dataclass(frozen=True)
@@ -59,13 +51,13 @@ class Lookahead(Method):
         ngram: N, the length of the collected n-grams.
         guesses: G, the most n-grams verified in a step; also how many the pool keeps under one token.
         prompt_pool: also guess from the prompt and the answer so far.
-        verify_window: the window's rows may be accepted too, not the pool's n-grams alone.
-        verify_early: guess from the first step on, not only when all levels of the window are filled.
         longest_key: how many last tokens a guess may be looked up by; 1 is the paper's pool.
         reach: how far a guess from the prompt and the answer may go. 0: they are cut in n-grams for the pool, as in the
             paper.
         recycle: remember what the model says after every row, the rejected ones too, not after the window alone.
-        shift: move the window by one place a "step" (the paper), or by one for each new "token".
+        published: the paper's algorithm alone. Otherwise the window's rows may be accepted too, not just the pool's
+            n-grams, and guesses are made before all levels of the window are filled. `longest_key`, `reach` and
+            `recycle` are then 1, 0 and False; with `prompt_pool` the paper's "prompt as reference".
     """
 
     name = "lookahead"
@@ -81,17 +73,21 @@ class Lookahead(Method):
     ngram: int = 5
     guesses: int = 15
     prompt_pool: bool = True
-    verify_window: bool = True
-    verify_early: bool = True
     longest_key: int = 4
     reach: int = 16
     recycle: bool = True
-    shift: str = "step"
+    published: bool = False
 
     def __post_init__(self) -> None:
         self.check(window=(1, 256), ngram=(2, 32), guesses=(0, 256), longest_key=(1, 16), reach=(0, 64))
-        if self.shift not in ("step", "token"):
-            raise InputError(f"lookahead: shift={self.shift!r} is unknown: it must be 'step' or 'token'.")
+        if self.published:
+            for item in fields(self):
+                if item.name in PUBLISHED and getattr(self, item.name) not in (item.default, PUBLISHED[item.name]):
+                    raise InputError(
+                        f"lookahead: {item.name}={getattr(self, item.name)} is not the paper's. Leave it out, or leave "
+                        "out published."
+                    )
+                object.__setattr__(self, item.name, PUBLISHED.get(item.name, getattr(self, item.name)))
 
     @property
     def dealt(self) -> bool:
@@ -99,17 +95,8 @@ class Lookahead(Method):
 
     def plan(self, engine: Engine) -> Plan:
         reads = self.prompt_pool and not self.reach
-        settings = Settings(
-            self.window,
-            self.ngram,
-            self.guesses,
-            self.longest_key,
-            self.verify_window,
-            self.verify_early,
-            self.recycle,
-            self.shift == "token",
-            reads,
-        )
+        shape = (self.window, self.ngram, self.guesses, self.longest_key)
+        settings = Settings(*shape, self.recycle, self.published, reads)
         costs = engine.costs if self.window == 1 else None
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
@@ -151,11 +138,11 @@ class _Drafter(Drafter):
     def draft(self, room: int) -> Draft:
         method = self.method
         tree = Tree(self.sequence.tokens[-1])
-        if self.full or method.verify_early:
+        if self.full or not method.published:
             self._add_guesses(tree, room)
         candidates = len(tree)
         self._add_window(tree, room)
-        return tree.draft(None if method.verify_window else candidates)
+        return tree.draft(candidates if method.published else None)
 
     def _add_guesses(self, tree: Tree, room: int) -> None:
         """Guesses from the text, then from the pool, until there are as many rows as G whole n-grams have."""
@@ -242,8 +229,6 @@ class _Drafter(Drafter):
             self.levels = [first[1:], *others]
         else:
             self.levels = [level[1:] for level in [*self.levels, found]]
-        if self.method.shift == "token":
-            self.levels = [_rotated(level, len(verdict.tokens) - 1) for level in self.levels]
 
     def _judge(self, end: list[int], token: int) -> None:
         """Count what the pool has at the end of a text that went on with `token`, whether it was drafted or not."""
@@ -266,9 +251,3 @@ class _Drafter(Drafter):
 def _place(match: int) -> int:
     """Where TRUST speaks of so many tokens that match."""
     return min(match, len(TRUST)) - 1
-
-
-def _rotated(level: list[int], places: int) -> list[int]:
-    """The level moved on by some places. What falls off its front fills up its end."""
-    start = places % len(level) if level else 0
-    return level[start:] + level[:start]

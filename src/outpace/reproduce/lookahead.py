@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..methods import Lookahead, Method, PromptLookup
-from ..methods.lookahead import PUBLISHED
 from .findings import Claim, Findings, Plot, Table, everywhere, falling, number
 from .lab import KINDS, PLAIN, Found, Lab, same_text
 from .rouge import Rouge, mean, rouge
@@ -23,7 +22,7 @@ MOST_ON_CPU = 40  # rows of the window and the guesses, (W + G)(N - 1): there th
 
 def published(ngram: int, window: int, guesses: int, prompt_pool: bool = False) -> Lookahead:
     """The paper's algorithm, with settings in the paper's order."""
-    return Lookahead(**{**PUBLISHED, "ngram": ngram, "window": window, "guesses": guesses, "prompt_pool": prompt_pool})
+    return Lookahead(published=True, ngram=ngram, window=window, guesses=guesses, prompt_pool=prompt_pool)
 
 
 def wide(lab: Lab) -> int:

@@ -41,10 +41,8 @@ class Settings(NamedTuple):
     ngram: int
     guesses: int
     longest_key: int
-    verify_window: bool
-    verify_early: bool
     recycle: bool
-    by_token: bool  # the window moves by one place for each new token
+    published: bool
     read: bool  # the text's own n-grams are for the pool too
 
 
@@ -99,7 +97,7 @@ class Window(Source):
         return offers
 
     def _fused_comb(self, lanes: int, room: torch.Tensor) -> Nodes:
-        about = {"sources": self.first, "probe": True, "accepted": self.settings.verify_window}
+        about = {"sources": self.first, "probe": True, "accepted": not self.settings.published}
         return fused.comb(self._window, self._filled, self._drafted, room, **about)
 
     def _fused_guesses(self, texts: Texts) -> Nodes:
@@ -114,7 +112,7 @@ class Window(Source):
             length=settings.ngram - 1,
             levels=self.levels,
             recycle=settings.recycle,
-            early=settings.verify_early,
+            early=not settings.published,
             older=math.log(OLDER),
             deeper=math.log(DEEPER),
             source=self.first + 1,
@@ -147,7 +145,7 @@ class Window(Source):
             listed(torch.where(there, 0.0, NEVER)),
             self.first,
             probe=True,
-            accepted=self.settings.verify_window,
+            accepted=not self.settings.published,
         )
 
     def _hashes(self, lanes: int) -> torch.Tensor:
@@ -172,7 +170,7 @@ class Window(Source):
         rank, depth = torch.arange(keys.shape[1], device=texts.device), torch.arange(length, device=texts.device)
         chances = first[..., None] + rank[:, None] * math.log(OLDER) + depth * math.log(DEEPER)
         known = (runs != NONE).cumprod(-1).bool()
-        if not settings.verify_early:
+        if settings.published:
             known &= self.full(texts.lanes)[:, None, None]
         return chains(runs.clamp(min=0), chances.masked_fill(~known, NEVER), self.first + 1)
 
@@ -190,7 +188,7 @@ class Window(Source):
         settings, lanes = self.settings, texts.lanes
         if settings.read:
             self._pool.add(self._read(texts, walk))
-        if fused.usable(texts.device) and not settings.by_token:
+        if fused.usable(texts.device):
             state = (self._window, self._filled, self._drafted, *self._pool.tensors)
             fused.look(*state, rows, best, settings.window, settings.recycle)
             return
@@ -213,21 +211,8 @@ class Window(Source):
         up = ngrams.transpose(1, 2)[:, 1:]
         more = torch.where(self._level == filled[:, None, None], found[:, None], window).roll(-1, 2)
         moved = torch.where(full[:, None, None], up, more)
-        filled = torch.where(drafted & ~full, filled + 1, filled)
-        if settings.by_token:
-            moved = self._rotated(moved, self.columns + 1 - filled, walk.counts - 1)
         window.copy_(torch.where(drafted[:, None, None], moved, window))
-        self._filled[:lanes] = filled
-
-    def _rotated(self, window: torch.Tensor, columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The window moved on by some places [lanes]. What falls off the front of a level fills up its end.
-
-        Level 0 is moved without its first place.
-        """
-        columns, places = columns[:, None, None], places[:, None, None]
-        own = (self._level == 0).long()  # the places at its front that a level keeps
-        turned = own + (self._column - own + places) % (columns - own).clamp(min=1)
-        return window.gather(2, torch.where(self._column < columns, turned, self._column).clamp(max=self.columns - 1))
+        self._filled[:lanes] = torch.where(drafted & ~full, filled + 1, filled)
 
     def _read(self, texts: Texts, walk: Walk) -> torch.Tensor:
         """[lanes, new tokens, ngram] the n-grams of the text that end with new tokens."""
