@@ -91,9 +91,9 @@ class Running:
 
 
 @contextmanager
-def running(source: Any, wait: bool = True, drain: float = 5.0, **settings: Any) -> Iterator[Running]:
+def running(source: Any, wait: bool = True, drain: float = 5.0, port: int = 0, **settings: Any) -> Iterator[Running]:
     """Start a server, and end it."""
-    with listen("127.0.0.1", 0, True) as place:
+    with listen("127.0.0.1", port, True) as place:
         server = Server(source, Settings(**{"name": "tiny", **settings}), drain)
         thread = Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from outpace import InputError, PromptLookup
+from outpace import InputError, PromptLookup, Sampling
 from outpace.runtime.graphs import GraphEngine
 from outpace.serve import streams
 from outpace.serve.running import is_loopback, listen, read_keys
@@ -91,6 +93,32 @@ class TestChat:
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 12
         assert "usage" not in events(server.chat(stream=True))[-1]
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"temperature": 0.9},
+            {"temperature": 0.9, "top_p": 0.5},
+            {"temperature": 0.9, "top_k": 3},
+            {"temperature": 0.9, "min_p": 0.3},
+            {"presence_penalty": 1.5},
+            {"frequency_penalty": 1.5},
+            {"repetition_penalty": 1.8},
+            {"logit_bias": {"70": 50}},
+        ],
+        ids=lambda fields: "-".join(fields),
+    )
+    def test_each_field_does_what_it_does_in_python(self, server: Running, fields: dict[str, Any]) -> None:
+        """The text is the decoder's with the same field, and another one without it."""
+        given = {"temperature": 0.0, **fields, "seed": 4}
+        found = server.text(**given, max_completion_tokens=40, max_tokens=None, user="somebody", metadata={"a": "b"})
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        asked = {"max_new_tokens": 40, "method": "autoregressive"}
+        decoder, hello = server.service.decoder, [{"role": "user", "content": "hello"}]
+        assert found == decoder.generate(hello, sampling=Sampling(**given), **asked).text
+        without = {name: value for name, value in given.items() if name != [*fields][-1]}
+        assert found != decoder.generate(hello, sampling=Sampling(**without), **asked).text
 
     def test_several_texts_with_seeds_apart(self, server: Running) -> None:
         fields = {"n": 3, "temperature": 0.9, "seed": 5}
@@ -412,6 +440,32 @@ class TestFaults:
                 timeout=0.05,
             )
 
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_a_client_that_goes_while_its_prompt_is_read_ends_it_within_a_step(
+        self, server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, worker = server.service.decoder.model, server.service._worker
+        assert worker is not None
+        forward, cancel = model.forward, worker.cancel
+        count, seen = 0, list[int]()
+
+        def counted(*given: Any, **more: Any) -> Any:
+            nonlocal count
+            count += 1
+            time.sleep(0.05)
+            return forward(*given, **more)
+
+        monkeypatch.setattr(model, "chunk", 32)
+        monkeypatch.setattr(model, "forward", counted)
+        monkeypatch.setattr(worker, "cancel", lambda jobs: (seen.append(count), cancel(jobs)))
+        ask = {"messages": [{"role": "user", "content": "y" * 1900}], "max_tokens": 500, "stream": stream}
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/chat/completions", json=ask, timeout=0.3)
+        server.settle()
+        assert 0 < seen[0] < 1900 // 32  # it was in the midst of its prompt
+        assert count <= seen[0] + 1
+        assert server.held == 0
+
     def test_a_slow_reader(self, server: Running, others: None) -> None:
         connection = self.open_stream(server, trace=True, logprobs=True, top_logprobs=20)
         time.sleep(0.5)  # it reads nothing; the others go on
@@ -558,6 +612,29 @@ def test_sigterm_drains(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
         assert text.result() == expected
+
+
+def test_a_server_that_is_started_again_goes_on_as_before() -> None:
+    """At the same address, with the same text; a client that tries again notices nothing."""
+    with running(new_decoder()) as first:
+        expected, port = first.text(max_tokens=30), int(first.url.split(":")[-1])
+    with httpx.Client() as http, pytest.raises(httpx.ConnectError):
+        http.get(first.url)
+    with running(new_decoder(), port=port) as second:
+        answer = second.chat(max_tokens=30).json()
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # nothing is kept outside of memory
+        assert second.text(max_tokens=30) == expected
+
+
+def test_the_table_of_faults_names_its_tests() -> None:
+    """docs/serving.md says of each fault which test has seen it; every test that it names is here."""
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = page.split("## What faults do to others")[1].split("\n## ")[0].splitlines()
+    named = [found for row in rows if row.startswith("|") for found in re.findall(r"`(test_\w+)`", row)]
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert len(named) == sum(row.startswith("|") for row in rows) - 2  # one in each row but the head and the line
+    assert [name for name in named if f"def {name}(" not in here] == []
 
 
 def test_what_is_not_done_when_the_drain_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,7 +150,7 @@ class TestOpenAI:
 
 def test_llm(server: Running, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    pytest.importorskip("llm")
+    llm = pytest.importorskip("llm")
     from llm.default_plugins.openai_models import Chat
 
     model = Chat("mine", model_name="tiny", api_base=f"{server.url}/v1")
@@ -160,6 +161,13 @@ def test_llm(server: Running, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     pieces = model.prompt("hello", stream=True, key=KEY, **options)
     assert "".join(pieces) == server.text()
     assert pieces.usage().output == 12
+    able = Chat("able", model_name="tiny", api_base=f"{server.url}/v1", supports_schema=True, supports_tools=True)
+    person = able.prompt("who?", schema=PERSON, stream=False, key=KEY, temperature=0, max_tokens=90)
+    assert set(json.loads(person.text())) == {"name", "age"}
+    told = able.prompt("who?", tools=[llm.Tool(name="tell", input_schema=PERSON)], stream=False, key=KEY, **options)
+    assert told.tool_calls() == []  # the model is told of it, and calls nothing here
+    with pytest.raises(openai.AuthenticationError):
+        able.prompt("hello", stream=False, key="wrong", **options).text()
     chat = model.conversation()
     chat.prompt("hello", stream=False, key=KEY, **options).text()
     assert chat.prompt("and?", stream=False, key=KEY, **options).text()
@@ -185,6 +193,8 @@ def test_langchain(server: Running) -> None:
     called = longer.bind_tools([TOOL], tool_choice="tell").invoke("who?")
     assert called.tool_calls[0]["name"] == "tell"
     assert set(called.tool_calls[0]["args"]) == {"name", "age"}
+    with pytest.raises(openai.BadRequestError, match="Shorten"):
+        longer.invoke("x" * 3000)
 
 
 LIMITS = {

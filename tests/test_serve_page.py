@@ -138,6 +138,52 @@ def test_a_lost_connection_shows_and_the_page_goes_on(page: Any) -> None:
 
 
 @browser
+def test_settings_and_the_system_prompt_are_sent_and_remembered(page: Any, server: Running) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.click("#settings summary")
+    given = {"system": "be brief", "temperature": "0.7", "top_p": "0.9", "seed": "5"}
+    for name, value in given.items():
+        page.fill(f"#{name}", value)
+    page.select_option("#method", "lookahead")
+    ask(page, "hello")
+    (body,) = sent
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert (body["temperature"], body["top_p"], body["seed"], body["method"]) == (0.7, 0.9, 5, "lookahead")
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    expected = server.text(messages=messages, max_tokens=24, temperature=0.7, top_p=0.9, seed=5)
+    assert "".join(page.locator(".assistant .token").all_text_contents()) == expected
+    page.reload()
+    assert {name: page.input_value(f"#{name}") for name in given} == given
+
+
+@browser
+def test_tokens_have_the_colour_of_who_guessed_them(page: Any) -> None:
+    ask(page, "one two one two one two", tokens=200)  # by and by the text repeats itself
+    colour = "nodes => [...new Set(nodes.map(node => node.title + ' ' + node.style.background))]"
+    found = dict(pair.split(" ", 1) for pair in page.eval_on_selector_all(".assistant .token", colour))
+    assert found["model"] == "var(--model)"
+    assert len({*found.values()}) == len(found) > 1
+
+
+@browser
+def test_a_key_is_asked_for() -> None:
+    from playwright.sync_api import sync_playwright
+
+    with running(new_decoder(), api_keys=("secret",)) as found, sync_playwright() as play:
+        chrome = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = chrome.new_page()
+        page.goto(found.url)
+        page.wait_for_selector("#model:has-text('key is needed')")
+        page.fill("#key", "secret")
+        page.keyboard.press("Tab")
+        page.wait_for_selector("#model:has-text('tiny')")
+        ask(page, "hello")
+        assert page.locator(".assistant .token").count() > 3
+        chrome.close()
+
+
+@browser
 def test_errors_are_shown(page: Any) -> None:
     ask(page, "x" * 3000)
     assert "Shorten" in page.text_content(".assistant .note")
