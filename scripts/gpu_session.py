@@ -82,7 +82,7 @@ from outpace.runtime.choose import EXACT_ROWS, engine_for
 from outpace.runtime.graphs import FIRST_SPAN, GraphEngine
 from outpace.runtime.plain import Engine
 from outpace.training.data import Text, read_answers
-from outpace.training.run import make_heads, train
+from outpace.training.run import Texts, make_heads, train
 from outpace.training.trainer import Plan, Trainer
 
 CONSOLE = Console(width=150)
@@ -286,13 +286,20 @@ def widen_heads(heads: Heads, times: int) -> Heads:
     narrow = heads.state_dict()
     for name, weight in wide.state_dict().items():
         small = narrow[name]
-        if name == "ids":  # of tokens
+        if name in ("ids", "doubt"):  # of tokens; of numbers that are no states
             weight.copy_(small)
-        elif name.startswith("outputs"):
+        elif name == "doubt_state":
+            weight.copy_(small.repeat(times) / times)
+        elif name == "memory.weight":  # keys and values of several layers, each of all heads
+            parts = small.unflatten(0, (-1, heads.shape.key_heads * heads.shape.head_size))
+            weight.copy_(parts.repeat(1, times, times).flatten(0, 1) / times)
+        elif name == "pair_out.weight":
+            weight.copy_(small.repeat(times, 1))
+        elif name.startswith(("pair_", "outputs")):
             weight.copy_(small.repeat(1, times) / times)
         elif small.dim() == 1 or name == "positions":
             weight.copy_(small.repeat(*[1] * (small.dim() - 1), times))
-        elif "from_tokens" in name:  # several tokens side by side, each as wide as a state
+        elif "from_tokens" in name or name == "context.weight":  # several side by side, each as wide as a state
             parts = small.unflatten(1, (-1, heads.shape.width))
             weight.copy_(parts.repeat(times, 1, times).flatten(1) / times)
         else:
@@ -744,7 +751,7 @@ def exits(arguments: argparse.Namespace) -> None:
         heads = {"exits": make_heads(model, ends, "exits", {"layers": EXITS, **settings})}
         plan = Plan(minutes=minutes * arguments.minutes, rate=rate)
         out = Path(arguments.out) / name
-        train(model, decoder.model, heads, only(texts, task), only(held_out, task), plan, out)
+        train(model, decoder.model, heads, Texts(only(texts, task), only(held_out, task), []), plan, out)
         trained = Trainer(model, decoder.model.norm, ends, heads, plan)
         updates = json.loads((out / "exits" / "config.json").read_text())["training"]["updates"]
         for part in ("all", "math", "code"):

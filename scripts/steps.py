@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpu_session import DTYPE, assemble, widen, widen_ready
 from measure import spec_bench, written_together
-from outpace import Amphista, Auto, Autoregressive, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
+from outpace import Amphista, Auto, Autoregressive, Block, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
 from outpace.errors import OutpaceWarning
 from outpace.methods.auto import FLOOR, MEMORY, NODES
-from outpace.methods.headed import REACH, Ready, shipped
+from outpace.methods.headed import REACH, Ready, load_heads, shipped
 from outpace.models.hf import HFModel
 from outpace.runtime import graphs
 from outpace.runtime.graphs import GraphEngine
@@ -60,8 +60,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
         return decoder, {name: decoder.prepare(method) for name, method in free.items()}, {}
     narrow = HFModel(small, check=False)
     heads: dict[str, Ready] = {}
-    for kind in ("medusa", "amphista"):
-        ready = shipped(kind, narrow)
+    for kind in ("medusa", "amphista", "block"):
+        given = arguments.block if kind == "block" else None
+        ready = load_heads(kind, given, narrow) if given else shipped(kind, narrow)
         if ready is not None:
             heads[kind] = widen_ready(ready, arguments.times)
     model = widen(small, arguments.times) if arguments.times > 1 else small.to("cuda", DTYPE)
@@ -81,6 +82,13 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
             "amphista with lookup (32 rows)": Amphista(heads=heads["amphista"], rows=32, priced=False),
             "amphista with lookup (64 rows)": Amphista(heads=heads["amphista"], rows=64, priced=False),
             "amphista with lookup, recycled": Amphista(heads=heads["amphista"], rows=64, recycled=8, priced=False),
+        }
+    if "block" in heads:
+        chosen |= {
+            "block (64 rows)": Block(heads=heads["block"], rows=64, lookup=0.0, priced=False),
+            "block with lookup (64 rows)": Block(heads=heads["block"], rows=64, priced=False),
+            "block with lookup, recycled": Block(heads=heads["block"], rows=64, recycled=8, priced=False),
+            "auto with block": Auto(heads=heads["block"]),
         }
     chosen["auto"] = Auto(heads=heads.get("amphista", False))
     if heads:
@@ -465,6 +473,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--only", nargs="+", help="plain, and methods that begin so")
+    parser.add_argument("--block", help="a folder of block heads, where none are shipped")
     parser.add_argument("--exact", action="store_true", help="in exact mode")
     parser.add_argument("--runtime", default="plain", help="without a GPU")
     parser.add_argument("--temperature", type=float, default=0.0, help="for auto")

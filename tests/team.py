@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outpace.models.hf import HFModel
 from outpace.training.data import read_answers, write_answers
-from outpace.training.run import make_heads, train
+from outpace.training.run import Texts, make_heads, train
 from outpace.training.team import Team
 from outpace.training.trainer import Plan
 
@@ -25,7 +25,7 @@ def main(out: Path) -> None:
     texts = read_answers(out / "answers")
     adapted = HFModel(model)
     heads = make_heads(model, adapted.ends(), "exits", {})
-    train(model, adapted, {"exits": heads}, texts, texts, Plan(updates=4, tokens=96), out, team=team)
+    train(model, adapted, {"exits": heads}, Texts(texts, texts, []), Plan(updates=4, tokens=96), out, team=team)
     weights = b"".join(weight.detach().numpy().tobytes() for weight in heads.parameters())
     (out / f"process-{team.number}.txt").write_text(f"{team.count} {len(texts)} {sha256(weights).hexdigest()}")
 

@@ -16,7 +16,7 @@ from outpace.heads.storing import read_config
 from outpace.models.hf import HFModel
 from outpace.models.whole import states_behind
 from outpace.training.data import Text, batches, read_answers, write_answers
-from outpace.training.run import make_heads
+from outpace.training.run import Texts, make_heads
 from outpace.training.run import train as run
 from outpace.training.trainer import Plan, Trainer
 
@@ -97,8 +97,9 @@ def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
     model = tiny("Llama")
     (batch,) = batches(texts[:3], 10**6, random.Random(0))
     final, behind = states_behind(model, one.norm, batch.tokens, (1, 3))
-    leaf = heads.states(torch.stack([behind[1], behind[3]]), None, one.ends).detach().requires_grad_()  # type: ignore[arg-type]
-    found = one._backward({"exits": leaf}, final, *one._places(batch))["exits"]
+    rows, weights = one._places(batch)
+    learnt = one._learnt(heads, one._compute(batch.tokens), batch.tokens, rows, None).leaves()
+    found = one._backward({"exits": learnt}, final, rows, weights, torch.Generator())["exits"]
     for place, layer in enumerate((1, 3)):
         losses = []
         for row in range(3):
@@ -127,7 +128,7 @@ def test_a_training_ends_with_exits_that_draft(texts: list[Text], tmp_path: Path
     model, adapted = tiny("Llama"), HFModel(tiny("Llama"))
     plan = Plan(updates=30, tokens=600, rate=3e-3)
     heads = exits(frequent=60)
-    found = run(model, adapted, {"exits": heads}, texts[:80], texts[80:], plan, tmp_path)
+    found = run(model, adapted, {"exits": heads}, Texts(texts[:80], texts[80:], []), plan, tmp_path).held_out
     config = read_config(tmp_path / "exits")
     assert config["settings"]["layers"] == [1, 2, 3]
     assert config["tree"] == []

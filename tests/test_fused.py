@@ -52,6 +52,9 @@ METHODS: dict[str, Method] = {
 }
 
 
+HEADED = ("medusa", "amphista", "block", "auto with amphista", "auto with block")
+
+
 def steps_of(
     method: Method,
     texts: int,
@@ -90,13 +93,13 @@ def steps_of(
 
 
 @pytest.mark.parametrize("texts", [1, 3])
-@pytest.mark.parametrize("name", [*METHODS, "medusa", "amphista", "auto with heads", "exits"])
+@pytest.mark.parametrize("name", [*METHODS, *HEADED, "exits"])
 def test_kernels_draft_and_keep_what_torch_does(name: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method = METHODS.get(name)
     if name == "exits":
         method = AdaDecode(random_exits(tiny("Llama")), control="tree", exits="2", rows=24)
-    elif name == "auto with heads":
-        method = Auto(heads=random_heads("amphista", tiny("Llama")), rows=16)
+    elif method is None and name.startswith("auto with"):
+        method = Auto(heads=random_heads(name.split()[-1], tiny("Llama")), rows=16)
     elif method is None:
         method = method_for(name, random_heads(name, tiny("Llama")), rows=16, recycled=5)
     turns = 1 + ("store" in name)

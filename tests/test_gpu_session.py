@@ -16,13 +16,17 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from outpace import AdaDecode, Amphista, Decoder, Hydra, Medusa
+from outpace import AdaDecode, Amphista, Block, Decoder, Hydra, Medusa
+from outpace.heads import BlockSettings
+from outpace.heads.storing import Stored
+from outpace.methods.headed import Ready
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
 
 from .conftest import tiny
 from .test_cli import folder
 from .test_cli_bench import wide
+from .test_heads import random_heads
 from .test_reproduce import trained
 
 assert folder  # fixtures
@@ -52,6 +56,17 @@ def test_widened_heads_guess_the_same(session: Any, folder: Path, trained: Path,
     expected = list(narrow.stream([7, 8, 7, 8, 9], method=method, max_new_tokens=16))
     found = list(broad.stream([7, 8, 7, 8, 9], method=kind(heads=heads, **given), max_new_tokens=16))
     assert [step.tokens for step in found] == [step.tokens for step in expected]
+    assert [step.draft.tokens for step in found] == [step.draft.tokens for step in expected]
+    assert any(len(step.draft) > 1 for step in found)
+
+
+def test_widened_block_heads_guess_the_same(session: Any, folder: Path) -> None:
+    model = load(str(folder), device="cpu").model
+    narrow, broad = Decoder(model), Decoder(session.widen(model, 2))
+    ready = Ready(random_heads("block", model, BlockSettings(count=4, layers="1,2", rank=8)), Stored({}))
+    expected = list(narrow.stream([7, 8, 7, 8, 9], method=Block(heads=ready, rows=8), max_new_tokens=16))
+    wider = Block(heads=session.widen_ready(ready, 2), rows=8)
+    found = list(broad.stream([7, 8, 7, 8, 9], method=wider, max_new_tokens=16))
     assert [step.draft.tokens for step in found] == [step.draft.tokens for step in expected]
     assert any(len(step.draft) > 1 for step in found)
 

@@ -32,7 +32,16 @@ from outpace import (
     Sampling,
 )
 from outpace.draft import Draft, chain
-from outpace.heads import KINDS, TRAINABLE, AmphistaSettings, ExitHeads, ExitSettings, Heads, MedusaSettings
+from outpace.heads import (
+    KINDS,
+    TRAINABLE,
+    AmphistaSettings,
+    BlockSettings,
+    ExitHeads,
+    ExitSettings,
+    Heads,
+    MedusaSettings,
+)
 from outpace.heads.blocks import BlockShape
 from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.heads.trees import best_tree
@@ -60,6 +69,10 @@ SETTINGS: dict[str, list[Any]] = {
         AmphistaSettings(count=3, auto_embedding=False),
         AmphistaSettings(stages=1, positions=False),
         AmphistaSettings(count=5, stages=0),
+    ],
+    "block": [
+        BlockSettings(count=3, depth=2, layers="1,3", rank=8),
+        BlockSettings(count=5, depth=1, layers="2", rank=4),
     ],
 }
 
@@ -115,20 +128,23 @@ def test_heads_compute_at_work_what_they_were_trained_to(kind: str, settings: An
     text = torch.tensor(random.Random(0).choices(range(VOCABULARY), k=14))
     decoder = Decoder(model)
     engine = decoder.engine
+    for one in (adapted, engine.model):
+        one.keep(heads.reads)
     with torch.no_grad(), engine.pool.sequence(text.tolist()) as sequence:
         seen: list[torch.Tensor] = []
         rows = engine.score(sequence, chain(int(text[-1]), (), ""), seen.append).hidden
         hidden = torch.cat([*seen, rows])
-        whole = heads.logits(heads.states(hidden[None], ends.embed(text[None]), ends), ends)[:, 0]
+        read = adapted.part(hidden, heads.reads)
+        whole = heads.logits(heads.states(read.unsqueeze(-3), ends.embed(text[None]), ends), ends)[:, 0]
         with torch.inference_mode():
             follower = heads.follow(ends, engine.pool, adapted.layers)
             start = 0
             for stop in (5, 6, 9):  # as if the text had been accepted in three steps
                 sequence.slots = list(range(stop))
-                follower.feed(hidden[start:stop].clone(), text[start + 1 : stop + 1], sequence)
+                follower.feed(read[..., start:stop, :].clone(), text[start + 1 : stop + 1], sequence)
                 start = stop
                 for head in range(heads.count):
-                    if heads.sequential:
+                    if heads.sequential or heads.paired:
                         guess = follower.guess(text[stop + 1 : stop + 1 + head][None])[0]
                     else:
                         guess = follower.guesses()[head]
@@ -397,6 +413,31 @@ def test_heads_come_back_from_disk(kept: Path) -> None:
         method = decoder.prepare("amphista", heads=str(kept), tree=tree)
         found = decoder.generate([1, 2, 3], method=method, max_new_tokens=12)
         assert found.token_ids == decoder.generate([1, 2, 3], method="autoregressive", max_new_tokens=12).token_ids
+
+
+def test_heads_in_eight_bits_are_nearly_the_same_and_half_as_large(tmp_path: Path) -> None:
+    model = HFModel(tiny("Llama"))
+    heads = random_heads("block", tiny("Llama"))
+    for bits in (16, 8):
+        save(heads, Stored(fingerprint(model)), tmp_path / str(bits), bits)
+    sizes = {bits: sum(file.stat().st_size for file in (tmp_path / bits).glob("*.safetensors")) for bits in ("8", "16")}
+    assert sizes["8"] < 0.75 * sizes["16"]  # small matrices have small groups, and names of their own
+    again, _ = load(tmp_path / "8", model, KINDS)
+    for name, weight in heads.state_dict().items():
+        found = again.state_dict()[name]
+        assert (found - weight).norm() <= 0.01 * weight.norm(), name
+    with pytest.raises(InputError, match="bits=4"):
+        save(heads, Stored(fingerprint(model)), tmp_path / "4", 4)
+
+
+def test_a_text_is_read_by_all_kinds_at_once(tmp_path: Path) -> None:
+    """The target leaves more states where block heads are at work; other heads read the last one, as before."""
+    model, prompt = tiny("Llama"), [7, 3, 9, 9, 2, 7, 3]
+    decoder = Decoder(model)
+    heads = {kind: random_heads(kind, model) for kind in KINDS}
+    alone = {kind: _steps(Decoder(model), method_for(kind, each), prompt, 8) for kind, each in heads.items()}
+    for kind in ("amphista", "block", "medusa", "hydra", "amphista"):
+        assert _steps(decoder, method_for(kind, heads[kind]), prompt, 8) == alone[kind], kind
 
 
 def test_large_heads_are_kept_in_several_files(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from outpace import AdaDecode, Decoder, DraftModel, Lookahead, Sampling
 from outpace.draft import Draft, Step
+from outpace.heads import BlockHeads
+from outpace.heads.block import Guesses, feelings
 from outpace.methods.headed import FLOOR, LONGEST, REACH
 from outpace.models.hf import HFModel
 from outpace.picking import Picker, likeliest
 from outpace.runtime import program
 from outpace.runtime.graphs import GraphEngine
-from outpace.sources.heads import HeadGuesses, SequentialGuesses, likely_paths
+from outpace.sources.heads import CANDIDATES, HeadGuesses, PairedGuesses, SequentialGuesses, likely_paths
 from outpace.sources.history import PLACES, History, matches
 from outpace.sources.jacobi import Jacobi
 from outpace.sources.ngrams import NONE, Ngrams
@@ -34,6 +36,7 @@ from . import oracles
 from .conftest import CONTEXT, tiny
 from .oracles import Path
 from .test_adadecode import random_exits
+from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_step import paths_of
 
@@ -331,7 +334,7 @@ def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: f
         def fixed(self, *_: Any) -> torch.Tensor:
             return logits
 
-    source = HeadGuesses(Heads(), (None, None, 0), ranks, LANES + 1, CPU)
+    source = HeadGuesses(Heads(), (None, None, 0), lambda hidden: hidden, ranks, LANES + 1, CPU)
     texts, seeds = texts_of(draw), [draw.randrange(99) for _ in range(LANES)]
     lanes, choices = lanes_with(texts, seeds), Choices(LANES, words, CPU)
     samplings = [Sampling(temperature=temperature, seed=seed) for seed in seeds]
@@ -348,6 +351,47 @@ def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: f
         expected = oracles.head_paths(foreseen.tokens.tolist(), foreseen.chances.tolist(), ranks)
         assert_alike(offered(nodes, lane), expected)
     assert (nodes.sources == nodes.depths - 1).all()
+
+
+@settings(max_examples=15)
+@given(draw=st.randoms(use_true_random=False), top=st.integers(1, 4), rows=st.integers(1, 20))
+def test_paths_of_heads_that_know_the_guess_before(draw: random.Random, top: int, rows: int) -> None:
+    """Against the definition, path by path: the candidates' logits behind the guess before, and the confidence."""
+    model = tiny("Llama")
+    heads, ends = random_heads("block", model, seed=draw.randrange(99)), HFModel(model).ends()
+    assert isinstance(heads, BlockHeads)
+    ranks = likely_paths(heads.count, top, rows)
+    logits, states = 3 * torch.randn(heads.count, LANES, 97), torch.randn(heads.count, LANES, 32)
+    source = PairedGuesses(heads, (ends, None, 0), lambda hidden: hidden, ranks, LANES + 1, CPU)
+    texts = texts_of(draw)
+    lanes, choices = lanes_with(texts, [0] * LANES), Choices(LANES, 97, CPU)
+    with torch.inference_mode():
+        source.expect(0, Guesses(logits, states), lanes, choices, choices.needs)
+        (nodes,) = source.guess(lanes, torch.full((LANES,), 9))
+        for lane in range(LANES):
+            found = {}
+            for path in ranks:
+                tokens: tuple[int, ...] = ()
+                chance = 0.0
+                for place, rank in enumerate(path):
+                    own = logits[place, lane].log_softmax(-1)
+                    candidates = own.topk(CANDIDATES).indices
+                    told = own[candidates].clone()
+                    if place:
+                        before = ends.embed(torch.tensor(tokens[-1]))
+                        told += ends.head(heads.pair(states[place, lane], before))[candidates]
+                    rest = 1 - own[candidates].exp().sum()
+                    said = told - (told.exp().sum() + rest).log()
+                    best, order = said.sort(descending=True)
+                    doubt = states[place, lane] @ heads.doubt_state
+                    sure = torch.sigmoid(heads.sure(place, doubt, feelings(best)))
+                    share = sure if rank == 0 else (1 - sure) * best[rank].exp() / (1 - best[0].exp())
+                    chance += math.log(min(float(share), float(sure)))
+                    tokens = (*tokens, int(candidates[order[rank]]))
+                found[tokens] = chance
+            assert offered(nodes, lane).keys() == found.keys()
+            for tokens, chance in offered(nodes, lane).items():
+                assert chance == pytest.approx(found[tokens], abs=1e-3)
 
 
 @settings(max_examples=20)
@@ -375,7 +419,7 @@ def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, 
     class Kept:
         tokens = torch.tensor([draw.randrange(words) for _ in range(LANES)])
 
-    source = SequentialGuesses(Heads(), (Ends, None, 0), top, beam, LANES + 1, CPU)
+    source = SequentialGuesses(Heads(), (Ends, None, 0), lambda hidden: hidden, top, beam, LANES + 1, CPU)
     texts = texts_of(draw)
     lanes, choices = lanes_with(texts, [0] * LANES), Choices(LANES, words, CPU)
     source.expect(0, source.feed(Kept, torch.zeros(LANES, 1), torch.arange(LANES)), lanes, choices, frozenset())

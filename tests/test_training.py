@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from outpace import InputError
-from outpace.heads import KINDS, AmphistaSettings, HeadSettings, MedusaSettings
+from outpace.heads import KINDS, AmphistaSettings, BlockSettings, HeadSettings, MedusaSettings
 from outpace.heads.blocks import BlockShape
 from outpace.models.hf import HFModel
-from outpace.models.whole import last_layers, layer_sizes
+from outpace.models.whole import last_layers, layer_sizes, write_batch
 from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
 from outpace.training.muon import Muon, orthogonal
+from outpace.training.prompts import Exchange, derive, distinct
 from outpace.training.trainer import Plan, Trainer
 
 from .conftest import VOCABULARY, tiny
@@ -29,6 +30,7 @@ SETTINGS: dict[str, HeadSettings] = {
     "medusa": MedusaSettings(count=2),
     "hydra": HeadSettings(count=2),
     "amphista": AmphistaSettings(count=2),
+    "block": BlockSettings(count=3, depth=2, layers="1,3"),
 }
 
 
@@ -98,6 +100,39 @@ def test_an_answer_ends_with_the_first_end_token(tmp_path: Path) -> None:
     assert cut.tokens.tolist() == whole.tokens[: whole.tokens.tolist().index(end, 3) + 1].tolist()
 
 
+def test_each_answer_has_a_temperature_of_its_own() -> None:
+    """Those at 0 are greedy, whatever is beside them, and texts that end make room for the others."""
+    model, rng = tiny("Llama"), random.Random(1)
+    prompts = [rng.choices(range(VOCABULARY), k=rng.randrange(2, 9)) for _ in range(8)]
+    warm = [0.0, 0.9] * 4
+    whole = write_batch(model, prompts, [], 40, warm, seed=3)
+    greedy = write_batch(model, prompts, [], 40, [0.0] * 8, seed=3)
+    assert [line == other for line, other in zip(whole, greedy, strict=True)] == [True, False] * 4
+    end = greedy[0][5]
+    cut = write_batch(model, prompts, [end], 40, [0.0] * 8, seed=3)
+    assert cut == [line[: line.index(end) + 1] if end in line else line for line in greedy]
+
+
+def test_prompts_are_made_of_prompts_and_answers() -> None:
+    said = [Exchange(f"What is {number}?", f"It is {number}. It comes after {number - 1}.") for number in range(9)]
+    made = derive(said, 40, seed=1)
+    assert made == derive(said, 40, seed=1)
+    talks = [prompt for prompt in made if not isinstance(prompt, str)]
+    assert len(talks) == 16
+    assert all([each["role"] for each in talk][:2] == ["user", "assistant"] for talk in talks)
+    assert all(talk[-1]["role"] == "user" for talk in talks)
+    texts = " ".join(prompt for prompt in made if isinstance(prompt, str))
+    assert all(word in texts for word in ("Translate", "ummar"))
+    assert derive([], 9, seed=1) == []
+
+
+def test_no_prompt_shares_thirteen_words_with_one_that_is_held_out() -> None:
+    held = " ".join(f"w{number}" for number in range(20))
+    shares, shorter = held.upper().replace("W3 ", "other "), " ".join(held.split()[:12]) + " else"
+    talk = [{"role": "user", "content": "so"}, {"role": "user", "content": held}]
+    assert distinct([shares, shorter, "short", talk], [held, "Short!"]) == [shorter]
+
+
 def test_batches_hold_every_text_once(texts: list[Text]) -> None:
     seen = []
     for batch in batches(texts, 200, random.Random(1)):
@@ -139,14 +174,14 @@ def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
     hidden = final_states(model, adapted.norm, batch.tokens)
     with torch.no_grad():
         states = heads.states(hidden, ends.embed(batch.tokens), ends)
-        leaves = {name: part.states(hidden, ends.embed(batch.tokens), ends) for name, part in one.heads.items()}
         for row in range(3):
             length = int(batch.lengths[row])
             alone = final_states(model, adapted.norm, batch.tokens[row : row + 1, :length])
             torch.testing.assert_close(alone[0], hidden[row, :length], rtol=1e-3, atol=1e-3)
-    found = one._backward(
-        {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}, hidden, *one._places(batch)
-    )
+    rows, weights = one._places(batch)
+    target = one._compute(batch.tokens)
+    learnt = {name: one._learnt(part, target, batch.tokens, rows, None).leaves() for name, part in one.heads.items()}
+    found = one._backward(learnt, hidden, rows, weights, torch.Generator())
     for head in range(2):
         losses = []
         for row in range(3):
@@ -167,6 +202,11 @@ def test_training_goes_on_after_a_stop(texts: list[Text], tmp_path: Path) -> Non
     assert second.progress.update == 2  # the third was not saved any more
     second.run(texts, checkpoint=tmp_path / "checkpoint.pt")
     assert second.progress.update == 6
+    never = trainer(plan)
+    never.run(texts)
+    for name, part in never.heads.items():  # the weights of one that was never stopped, bit for bit
+        found = second.heads[name].state_dict()
+        assert all(torch.equal(weight, found[key]) for key, weight in part.state_dict().items()), name
     (tmp_path / "checkpoint.pt").write_bytes(b"half")
     with pytest.raises(InputError, match="Delete it to begin anew"):
         second.resume(tmp_path / "checkpoint.pt")

@@ -44,6 +44,15 @@ def print_accuracies(console: Console, accuracies: Mapping[str, Sequence[Sequenc
     console.print(table_of(["heads", "head", *(f"top {top}" for top in tops)], rows))
 
 
+def print_confidence(console: Console, name: str, bins: Sequence[Sequence[float]]) -> None:
+    """Of guesses that say how likely they survive, how many do."""
+    rows = [
+        [name, f"{place / 10:.1f} to {(place + 1) / 10:.1f}", f"{count:.0f}", f"{said:.3f}", f"{survived:.3f}"]
+        for place, (count, said, survived) in enumerate(bins)
+    ]
+    console.print(table_of(["heads", "confidence", "guesses", "mean", "survive"], rows))
+
+
 def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
     """The curve as bars, the parts of a step, and the settings that methods take by it."""
     for key, value in curve.about.items():

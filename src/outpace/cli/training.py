@@ -14,10 +14,12 @@ from . import options
 from .loading import load_both, load_decoder
 from .settings import choose_heads
 
+WORTHWHILE = 1.1  # times plain decoding, by the estimate, from which on heads are worth their place
+
 
 def train(
     kinds: Annotated[
-        list[str], typer.Argument(help="medusa, hydra, amphista, exits: one or several, trained together.")
+        list[str], typer.Argument(help="medusa, hydra, amphista, block, exits: one or several, trained together.")
     ],
     prompts: Annotated[Path, typer.Option(help="JSON lines with prompts; the model's own answers are trained on.")],
     out: Annotated[Path, typer.Option(help="Where the heads go, a folder each, and the answers.")],
@@ -39,7 +41,16 @@ def train(
     ] = 0.0,
     held_out: Annotated[int, typer.Option(help="Prompts kept back, to measure accuracies on.")] = 256,
     rounds: Annotated[int, typer.Option(help="How many answers to each prompt.")] = 1,
-    batch: Annotated[int, typer.Option(help="Batch size when answering.")] = 256,
+    more: Annotated[
+        float,
+        typer.Option(help="Prompts made of prompts and answers, for each given: turns, translations, summaries."),
+    ] = 0.5,
+    judge: Annotated[
+        Path | None,
+        typer.Option(help="Prompts never trained on: answers to them are judged too.", show_default=False),
+    ] = None,
+    bits: Annotated[int, typer.Option(metavar="16|8", help="Bits of a weight on disk.")] = 16,
+    batch: Annotated[int, typer.Option(help="Batch size when answering; 0: what the memory holds.")] = 0,
     new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
     answer_minutes: Annotated[
         float, typer.Option(help="Stop answering after this many minutes; 0: answer everything.")
@@ -58,7 +69,8 @@ def train(
     On several GPUs: accelerate launch -m outpace train ...
     """
     from ..board import console_for_output
-    from ..chart import check_plot, print_accuracies, progress_bar, save_accuracies
+    from ..chart import check_plot, print_accuracies, print_confidence, progress_bar, save_accuracies
+    from ..heads.storing import check_bits
     from ..training.data import read_prompts
     from ..training.run import Answers, make_heads, open_out
     from ..training.run import answers as get_answers
@@ -68,34 +80,48 @@ def train(
 
     team = Team()
     plan = Plan(updates, minutes, tokens, rate, vector_rate, weight, hard, seed=seed)
-    how = Answers(held_out, rounds, batch, new_tokens, answer_minutes, seed)
+    how = Answers(held_out, rounds, more, batch, new_tokens, answer_minutes, seed)
     chosen = choose_heads(kinds, settings)
     texts = read_prompts(prompts)
+    judged = [] if judge is None else read_prompts(judge)
+    check_bits(bits)
     check_plot(plot)
     open_out(out, resume)  # before anything that takes long
     decoder, loaded = load_both(model, dtype, device or team.device)
     ends = decoder.model.ends()
     heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
     with progress_bar("answering", team.leads) as show:
-        train_on, held = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team)
+        written = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team, judged)
     made_by = {"prompts": prompts.name, **asdict(how)}
     with progress_bar("training", team.leads) as show:
         found = run(
-            *(loaded, decoder.model, heads, train_on, held, plan, out),
+            *(loaded, decoder.model, heads, written, plan, out),
             resume=resume,
             made_by=made_by,
             show=show,
             team=team,
+            bits=bits,
         )
     if not team.leads:
         return
-    accuracies = {name: part.tolist() for name, part in found.items()}
+    accuracies = {name: part.tolist() for name, part in found.held_out.items()}
+    elsewhere = {name: part.tolist() for name, part in found.judged.items()}
     if plot is not None:
         save_accuracies(accuracies, plot)
     if as_json:
-        typer.echo(json.dumps({"out": str(out), "accuracies": accuracies}))
+        report = {"out": str(out), "accuracies": accuracies, "judged": elsewhere}
+        typer.echo(json.dumps({**report, "confidence": found.confidence, "speed": found.speed}))
         return
-    print_accuracies(console_for_output(), accuracies)
+    console = console_for_output()
+    print_accuracies(console, accuracies)
+    if judge is not None:
+        console.print(f"on answers to {judge.name}:")
+        print_accuracies(console, elsewhere)
+    for name, lines in found.confidence.items():
+        print_confidence(console, name, lines)
+    for name, (expected, speed) in found.speed.items():
+        word = "" if speed >= WORTHWHILE else ": they will not pay here"
+        console.print(f"{name}: about {expected:.2f} tokens a step on such texts, {speed:.2f} times plain{word}")
     typer.echo(f"kept in {out}: use them with --method KIND (exits: adadecode) --set heads={out}/KIND", err=True)
 
 

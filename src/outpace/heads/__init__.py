@@ -1,14 +1,15 @@
-"""Trainable parts that draft: Medusa, Hydra, Amphista, and exits."""
+"""Trainable parts that draft: Medusa, Hydra, Amphista, block, and exits."""
 
 from __future__ import annotations
 
 from .amphista import AmphistaHeads, AmphistaSettings
 from .base import Heads, HeadSettings
+from .block import BlockHeads, BlockSettings
 from .exits import ExitHeads, ExitSettings
 from .hydra import HydraHeads
 from .medusa import MedusaHeads, MedusaSettings
 
-KINDS: dict[str, type[Heads]] = {kind.kind: kind for kind in (MedusaHeads, HydraHeads, AmphistaHeads)}
+KINDS: dict[str, type[Heads]] = {kind.kind: kind for kind in (MedusaHeads, HydraHeads, AmphistaHeads, BlockHeads)}
 TRAINABLE: dict[str, type[Heads]] = {**KINDS, ExitHeads.kind: ExitHeads}
 """KINDS follow a text and guess ahead of it; exits stand inside the target."""
 
@@ -17,6 +18,8 @@ __all__ = [
     "TRAINABLE",
     "AmphistaHeads",
     "AmphistaSettings",
+    "BlockHeads",
+    "BlockSettings",
     "ExitHeads",
     "ExitSettings",
     "HeadSettings",

@@ -56,6 +56,7 @@ class Heads(nn.Module):
     settings_type: ClassVar[type[HeadSettings]] = HeadSettings
     reads_text: ClassVar[bool] = False  # whether all of the text must be fed, not its end alone
     sequential: ClassVar[bool] = False  # whether a head must know what those before it guessed
+    paired: ClassVar[bool] = False  # whether they say what a guess means for the next: `pairs`
     settings: HeadSettings
 
     def __init__(self, settings: HeadSettings, shape: BlockShape) -> None:

@@ -92,7 +92,7 @@ class Attention(nn.Module):
         if angles is None:
             mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=self.grouped).transpose(-2, -3)
         else:
-            mixed = (memory or Memory()).attend(_turn(query, angles), _turn(key, angles), value)
+            mixed = (memory or Memory()).attend(turn(query, angles), turn(key, angles), value)
         joined: torch.Tensor = self.o_proj(mixed.flatten(-2))
         return joined
 
@@ -127,6 +127,7 @@ def rotary(positions: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> An
     return Angles(torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype))
 
 
-def _turn(states: torch.Tensor, angles: Angles) -> torch.Tensor:
+def turn(states: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Queries or keys [..., size] at the positions of the angles."""
     left, right = states.chunk(2, -1)
     return (states * angles.cos + torch.cat([right, left], -1) * angles.sin).to(states.dtype)

@@ -26,11 +26,17 @@ REFERENCE_FILE = "medusa_lm_head"
 
 
 def export(heads: Heads, model: Model, form: str, folder: Path) -> None:
-    """Write Medusa heads to a new folder. Each gets an output matrix: its own, or a copy of the target's."""
+    """Write Medusa heads to a new folder, with output matrices: their own, or the target's.
+
+    The target's is written once for vLLM, which lets heads share it, and for each head in the other formats.
+    """
     if form not in FORMATS:
         raise UnknownNameError("format", form, FORMATS)
     if not isinstance(heads, MedusaHeads):
-        raise InputError(f"{heads.kind} heads cannot be exported: these formats are for medusa heads alone.")
+        raise InputError(
+            f"{heads.kind} heads cannot be exported: these formats are for medusa heads alone, and {heads.kind} has no "
+            "counterpart there."
+        )
     if folder.exists():
         raise InputError(f"{folder} exists. Name a new folder.")
     layers = heads.settings.layers
@@ -42,6 +48,7 @@ def export(heads: Heads, model: Model, form: str, folder: Path) -> None:
             "num_heads": heads.count,
             "num_hidden_layers": layers,
             "medusa_fc_bias": True,
+            "original_lm_head": not heads.settings.own_output,
         }
     else:
         config = {
@@ -73,7 +80,8 @@ def _named(heads: MedusaHeads, model: Model, form: str) -> dict[str, torch.Tenso
             for kind in ("weight", "bias"):
                 weights[f"{layer.format(number, place)}.{kind}"] = getattr(block.linear, kind)
         last = heads.outputs[number] if heads.settings.own_output else model.ends().head
-        weights[f"{output.format(number)}.weight"] = last.weight
+        if number == 0 or form != "vllm" or heads.settings.own_output:
+            weights[f"{output.format(number)}.weight"] = last.weight
     return {name: weight.detach().cpu().clone().contiguous() for name, weight in weights.items()}
 
 

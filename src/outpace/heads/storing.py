@@ -1,4 +1,7 @@
-"""Heads on disk: a folder with config.json and safetensors files of at most 15 MB, good for one base model."""
+"""Heads on disk: a folder with config.json and safetensors files of at most 15 MB, good for one base model.
+
+Weights have 16 bits, or matrices 8 (format 2): whole numbers, and a scale for each GROUP numbers of a row.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
 from ..errors import InputError, ModelError, UnknownNameError
 from ..models.adapter import Model
 from .base import Heads
 from .blocks import BlockShape
 
-FORMAT = 1
+FORMATS = {16: 1, 8: 2}  # by bits of a weight
+GROUP = 64
+SCALES = ".scales"  # behind the name of a matrix in 8 bits
 SHARD = 15_000_000  # bytes of a file
 
 
@@ -46,17 +52,24 @@ def fingerprint(model: Model) -> dict[str, Any]:
     }
 
 
-def save(heads: Heads, stored: Stored, folder: Path) -> None:
+def check_bits(bits: int) -> None:
+    """Raise InputError for a number of bits that weights cannot be stored in."""
+    if bits not in FORMATS:
+        raise InputError(f"bits={bits}: heads are stored in {' or '.join(map(str, sorted(FORMATS)))} bits.")
+
+
+def save(heads: Heads, stored: Stored, folder: Path, bits: int = 16) -> None:
     """Write the folder, whole or not at all: an older one stays until the new one is complete."""
+    check_bits(bits)
     half = folder.with_name(folder.name + ".part")
     try:
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir(parents=True)
-        shards = _shards({name: _packed(weight).cpu() for name, weight in heads.state_dict().items()})
+        shards = _shards(_packed(heads.state_dict(), bits))
         for number, shard in enumerate(shards, 1):
             save_file(shard, half / f"heads-{number}-of-{len(shards)}.safetensors")
         config = {
-            "format": FORMAT,
+            "format": FORMATS[bits],
             "kind": heads.kind,
             "settings": asdict(heads.settings),
             "shape": asdict(heads.shape),
@@ -69,8 +82,28 @@ def save(heads: Heads, stored: Stored, folder: Path) -> None:
         raise InputError(f"heads could not be written to {folder}: {error.strerror}.") from error
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to(torch.bfloat16) if weight.is_floating_point() else weight
+def _packed(weights: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, weight in weights.items():
+        if bits == 8 and weight.is_floating_point() and weight.dim() == 2:
+            found[name], found[name + SCALES] = (part.cpu() for part in to_bytes(weight))
+        else:
+            found[name] = (weight.to(torch.bfloat16) if weight.is_floating_point() else weight).cpu()
+    return found
+
+
+def to_bytes(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as whole numbers from -127 to 127, and [rows, groups] what to multiply them by."""
+    columns = matrix.shape[1]
+    groups = F.pad(matrix.float(), (0, -columns % GROUP)).view(len(matrix), -1, GROUP)
+    scales = (groups.abs().amax(-1) / 127).clamp(min=1e-7).to(torch.float16)
+    numbers = (groups / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return numbers.flatten(1)[:, :columns], scales
+
+
+def from_bytes(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The matrix again."""
+    return numbers.float() * scales.float().repeat_interleave(GROUP, 1)[:, : numbers.shape[1]]
 
 
 def _shards(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -116,8 +149,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     missing = sorted(needed - set(config))
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}. Train or copy the heads again.")
-    if config["format"] != FORMAT:
-        raise ModelError(f"{path} has format {config['format']!r}; this version of Outpace reads format {FORMAT}.")
+    if config["format"] not in FORMATS.values():
+        known = " and ".join(map(str, sorted(FORMATS.values())))
+        raise ModelError(f"{path} has format {config['format']!r}; this version of Outpace reads {known}.")
     return dict(config)
 
 
@@ -144,6 +178,8 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"{folder} has {len(files)} of {expected} head files. Train or copy the heads again.")
     for file in files:
         weights.update(read_tensors(file))
+    for name in [name for name in weights if name + SCALES in weights]:
+        weights[name] = from_bytes(weights[name], weights.pop(name + SCALES))
     return weights
 
 

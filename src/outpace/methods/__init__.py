@@ -9,6 +9,7 @@ from .amphista import Amphista
 from .auto import Auto
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, build
+from .block import Block
 from .draft_model import DraftModel
 from .hydra import Hydra
 from .jacobi import Jacobi
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Method]] = {
         Medusa,
         Hydra,
         Amphista,
+        Block,
         AdaDecode,
         UnverifiedAdaDecode,
         SelfSpeculative,
@@ -46,6 +48,7 @@ ON_CPU: dict[str, dict[str, object]] = {
     "medusa": {"rows": 8},
     "hydra": {"rows": 8, "beam": 4},
     "amphista": {"rows": 8},
+    "block": {"rows": 8},
 }
 
 
@@ -78,6 +81,7 @@ __all__ = [
     "Amphista",
     "Auto",
     "Autoregressive",
+    "Block",
     "DraftModel",
     "Drafter",
     "Hydra",

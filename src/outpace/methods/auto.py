@@ -21,12 +21,12 @@ from ..runtime.calibrate import glance, remembered
 from ..runtime.costs import CostCurve
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
-from ..sources.heads import likely_paths
 from ..sources.history import PLACES, STORED, History
 from ..sources.recycle import Recycle
 from .amphista import Amphista
 from .base import Drafter, Method, Size
-from .headed import REACH, Headed, Ready, check_width, guesses_of, load_heads, shipped
+from .block import Block
+from .headed import REACH, Headed, Ready, check_width, guesses_of, load_heads, paths_of, shipped
 from .hydra import Hydra
 from .lookahead import Lookahead
 from .medusa import Medusa
@@ -44,7 +44,7 @@ TRIAL = 16  # steps until it is looked whether a method pays
 HOPE = 3.0  # the speed that is expected of the boldest method before it was tried; of the next, one less
 AGAIN = 8  # so many texts until the boldest is tried again
 PACE = 0.3  # how quickly a method's known speed follows that of its texts
-HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista)}
+HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
 MEMORY = 2**14  # tokens whose followers are remembered at most
 NODES = 256  # guesses that are considered: so many are planted quickly
 
@@ -100,7 +100,7 @@ class Auto(Method):
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if heads is not None:
-                paths = likely_paths(heads.count, 10, left * 5 // 8)
+                paths = paths_of(self.heads, 10, left * 5 // 8)
                 found.append(guesses_of(heads, engine, paths, lanes, 10))
             recycled = left - 2 * RUNNERS - sum(source.nodes for source in found)
             places = PLACES // 2 if known else PLACES  # the text and the store have half of them each
@@ -148,9 +148,10 @@ def _have_read(method: Method, sequence: Text) -> bool:
 
 
 def _found(model: Model) -> Ready | None:
-    """The heads that come with Outpace for the model."""
+    """The heads that come with Outpace for the model: on a GPU block's, which guess further, if there are some."""
+    kinds = ("block", "amphista") if model.device.type == "cuda" else ("amphista", "block")
     try:
-        return shipped("amphista", model)
+        return next((found for kind in kinds if (found := shipped(kind, model))), None)
     except UnsupportedModel:  # it has no hidden states that heads could read
         return None
 

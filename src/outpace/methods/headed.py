@@ -1,4 +1,4 @@
-"""Drafting with trained heads: what Medusa, Hydra and Amphista share."""
+"""Drafting with trained heads: what Medusa, Hydra, Amphista and block share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ import torch
 
 from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
 from ..errors import InputError, ModelError, OutpaceWarning
-from ..heads import KINDS, TRAINABLE, Heads
+from ..heads import KINDS, TRAINABLE, BlockHeads, Heads
 from ..heads.exporting import is_reference, load_reference
 from ..heads.shipped import hint, of_kind
 from ..heads.storing import Stored, is_for, load
@@ -26,7 +26,7 @@ from ..pool import Numbers
 from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
-from ..sources.heads import HeadGuesses, SequentialGuesses, likely_paths, make_places
+from ..sources.heads import CANDIDATES, HeadGuesses, PairedGuesses, SequentialGuesses, likely_paths, make_places
 from ..sources.history import PLACES
 from ..sources.history import History as Repeated
 from ..sources.recycle import Recycle
@@ -167,7 +167,7 @@ class Headed(Method):
         repeated = int((1.0 if idle else self.lookup) * (self.rows - 1)) if grown else 0
         worths: list[float] | None = None
         if self.tree == "confidence":
-            paths = likely_paths(heads.count, self.top, int(CONSIDERED * self.rows))
+            paths = paths_of(self.heads, self.top, int(CONSIDERED * self.rows))
         elif self.tree == "measured":
             paths = [tuple(path) for path in about.tree[: self.rows - 1]]
             worths = [math.log(max(_worth(path, about.accuracies), 1e-9)) for path in paths]
@@ -200,6 +200,7 @@ class _Drafter(Drafter):
         self.method = method
         self.heads, about = method.heads[:2]
         self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
+        engine.model.keep(self.heads.reads)
         self.follower = self.heads.follow(*self.shared)
         costs = engine.costs if method.priced else None
         grown = isinstance(method.tree, str)
@@ -285,7 +286,8 @@ class _Drafter(Drafter):
         hidden = self.new[0] if len(self.new) == 1 else torch.cat(self.new)
         self.new = []
         tokens, first = self.sequence.tokens[-len(hidden) :], len(self.sequence.tokens)
-        self.follower.feed(hidden, torch.tensor(tokens, device=hidden.device), self.sequence)
+        read = self.engine.model.part(hidden, self.heads.reads)
+        self.follower.feed(read, torch.tensor(tokens, device=hidden.device), self.sequence)
         if self.heads.reads_text:
             self.sequence.reader, self.sequence.read = self.heads, len(self.sequence.slots)
         if self.heads.sequential:
@@ -295,9 +297,39 @@ class _Drafter(Drafter):
                 return self._foresee(likeliest(guesses, self.named), [first + place] * len(paths))
 
             return expect
+        if isinstance(self.heads, BlockHeads):
+            return self._paired(self.heads, first)
         found = likeliest(self.follower.guesses(), self.named)
         together = lru_cache(lambda: self._foresee(found, range(first, first + self.heads.count)))
         return lambda place, _: Foreseen(together().tokens[[place]], together().chances[[place]])
+
+    def _paired(self, heads: BlockHeads, first: int) -> Expect:
+        """Guesses that depend on the one before, of a few candidates at each place."""
+        logits, states = self.follower.think()
+        count = heads.count
+        found = likeliest(logits[:, 0], max(CANDIDATES, self.top))
+        tokens, most = found[0].long(), found.shape[2]
+        told = heads.pairs(states, tokens[:, None], self.shared[0]).float()
+        chances = heads.judge(found[1, :, None].float(), told)[:, 0]  # [count, before, guess]
+        lines = tokens[:, None].expand_as(chances)
+        if self.picker.greedy:
+            chances, order = chances.sort(dim=-1, descending=True)
+            chances, lines = heads.confide(chances[:, None], states)[:, 0], lines.gather(-1, order)
+        both = torch.stack([lines.double(), chances.double()]).flatten(1, 2)
+        positions = [first + place for place in range(count) for _ in range(most)]
+
+        @lru_cache
+        def foreseen() -> tuple[Foreseen, Numbers]:
+            return self.picker.foresee(both, positions, self.top, self.method.coupled), tokens.cpu().numpy()
+
+        def expect(place: int, paths: Numbers) -> Foreseen:
+            every, known = foreseen()
+            before = np.zeros(len(paths), dtype=np.int64)
+            if place:
+                before = (known[place - 1] == paths[:, -1:]).argmax(1)
+            return Foreseen(every.tokens[place * most + before], every.chances[place * most + before])
+
+        return expect
 
     def _foresee(self, found: torch.Tensor, positions: Sequence[int]) -> Foreseen:
         return self.picker.foresee(found, positions, self.top, self.method.coupled)
@@ -315,12 +347,26 @@ def guesses_of(
 ) -> Source:
     """What heads guess in a program: along `paths` of ranks, or, if they wait for each other, along the likeliest."""
     device = engine.model.device
+    engine.model.keep(heads.reads)
+    pick = partial(engine.model.part, layers=heads.reads)
     shared = (engine.model.ends(), engine.pool, engine.model.layers)
     if heads.sequential:
-        return SequentialGuesses(heads, shared, top, min(beam, BEAM), lanes, device, coupled)
+        return SequentialGuesses(heads, shared, pick, top, min(beam, BEAM), lanes, device, coupled)
     make_places(heads, shared, device)
     compiled = engine.compiling and device.type == "cuda"
-    return HeadGuesses(heads, shared, paths, lanes, device, coupled, worths, compiled)
+    kind = PairedGuesses if heads.paired else HeadGuesses
+    return kind(heads, shared, pick, paths, lanes, device, coupled, worths, compiled)
+
+
+def paths_of(ready: Ready, top: int, most: int) -> list[Ranks]:
+    """Paths of ranks that a program considers: the likeliest by measured accuracies, or those with few and low ranks.
+
+    Those of heads that know the guess before were measured behind right ones.
+    """
+    measured = [tuple(path) for path in ready.about.tree if max(path) < top]
+    if ready.heads.paired and len(measured) >= most:
+        return measured[:most]
+    return likely_paths(ready.heads.count, top, most)
 
 
 def grow(

@@ -93,7 +93,7 @@ class Staircase:
             output = yield Work(
                 self.engine, self.sequence, rows, asked, start, stop, hidden, question if stop == to else None
             )
-            there.copy_(output.hidden)
+            there.copy_(output.hidden[:, : self._hidden.shape[1]])
         return output
 
     def finish(self) -> Asking[Scores]:

@@ -16,7 +16,7 @@ class Output(NamedTuple):
     """What a forward pass leaves behind."""
 
     logits: torch.Tensor  # [asked rows, vocabulary]
-    hidden: torch.Tensor  # [rows, width] where the last layer that ran left them
+    hidden: torch.Tensor  # [rows, width] where the last layer that ran left them; beside it what `Model.keep` asked for
     found: torch.Tensor | None = None  # [2, asked rows] what `find_best` says of the logits, where a runtime has asked
     answer: torch.Tensor | None = None  # what a runtime was asked about the last row
 
@@ -68,6 +68,7 @@ class Model(Protocol):
     chunk: int  # most rows of text that one forward should take
     device: torch.device
     lists: bool  # whether it computes FixedRows
+    kept: tuple[int, ...]  # layers behind which states are left besides the last: see `keep`
 
     def room(self, position: int) -> int:
         """How many positions beyond `position` a draft may reach."""
@@ -79,6 +80,17 @@ class Model(Protocol):
 
     def ends(self) -> Ends:
         """Its modules before the first layer and after the last."""
+        ...
+
+    def keep(self, layers: Sequence[int]) -> None:
+        """From now on forwards through all layers leave the states behind these as well, for heads that read them."""
+        ...
+
+    def part(self, hidden: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """Of what a forward through all layers has left: [layers, rows, width]; without layers the last [rows, width].
+
+        They must have been asked for.
+        """
         ...
 
     def forward(

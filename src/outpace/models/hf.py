@@ -70,6 +70,7 @@ class HFModel:
         self._fusion = Fusion()
         self._products = Products()
         self._exact = False
+        self.kept: tuple[int, ...] = ()
         self._layer_types = _layer_types(config)
         self._kinds = set(self._layer_types)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
@@ -126,6 +127,17 @@ class HFModel:
         if self._gates[0].run_compiled is not None:
             self.compile_layers()  # what is compiled was made from the joined ones
 
+    def keep(self, layers: Sequence[int]) -> None:
+        self.kept += tuple(layer for layer in layers if layer not in self.kept and layer < self.layers)
+        self._control.kept = self.kept
+
+    def part(self, hidden: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        if not layers:
+            return hidden[..., : self.width]
+        every = hidden.view(*hidden.shape[:-1], -1, self.width)
+        order = (self.layers, *self.kept)
+        return torch.stack([every[..., order.index(layer), :] for layer in layers])
+
     def ends(self) -> Ends:
         head = self._mirror.get_output_embeddings()
         return Ends(self._mirror.get_input_embeddings(), self._mirror.get_decoder().get_submodule(self.norm), head)
@@ -139,7 +151,8 @@ class HFModel:
             head = self._mirror.get_output_embeddings()  # the one that this forward uses on a GPU, and now on a CPU too
             hook = head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
             try:
-                left = self.forward(pool, pool.place(sequence, chain(3, (), "")), logits=1).hidden[None, -1:]
+                output = self.forward(pool, pool.place(sequence, chain(3, (), "")), logits=1)
+                left = self.part(output.hidden, ())[None, -1:]
             finally:
                 hook.remove()
         with self._functions():
@@ -221,11 +234,13 @@ class HFModel:
         try:
             with self._functions(), self._parts(rows):
                 result = self._mirror(**arguments)
-            left = control.hidden
+            left = cast(torch.Tensor, control.hidden)
+            if self.kept and start == 0 and control.stop == self.layers:
+                left = torch.cat([left, *(control.behind[layer] for layer in self.kept)], -1)
         finally:
             control.clear()
         scores = result.logits[0]
-        return Output(scores if self._takes_logits_to_keep else scores[asked], cast(torch.Tensor, left)[0])
+        return Output(scores if self._takes_logits_to_keep else scores[asked], left[0])
 
     def _masks(self, rows: Placed) -> dict[str, Mask]:
         """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
@@ -385,11 +400,13 @@ class _Control:
 
     def __init__(self, layers: int) -> None:
         self.last = layers - 1
+        self.kept: tuple[int, ...] = ()  # states behind these layers are left too
         self.clear()
 
     def clear(self) -> None:
         self.start = self.stop = 0
         self.hidden: torch.Tensor | None = None
+        self.behind: dict[int, torch.Tensor] = {}
         self.masks: dict[str, Mask] = {}
         self.cache: _PoolCache | _FixedCache | None = None
         self.compiled = False
@@ -459,6 +476,8 @@ class _Gate(nn.Module):
             hidden = output[0] if self.returns_tuple else output
         if self.index == control.last:
             control.hidden = hidden
+        elif self.index + 1 in control.kept:
+            control.behind[self.index + 1] = hidden
         return output
 
 

@@ -27,6 +27,7 @@ class Bigram:
     branches = True
     packs = True
     lists = False
+    kept: tuple[int, ...] = ()
     chunk = 512
     device = torch.device("cpu")
 
@@ -41,6 +42,12 @@ class Bigram:
 
     def rooms(self, positions: torch.Tensor) -> torch.Tensor:
         return (self.context - 1 - positions).clamp(min=0)
+
+    def keep(self, layers: Sequence[int]) -> None:
+        raise UnsupportedModel("a bigram table has no hidden states for heads to read.")
+
+    def part(self, hidden: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        return hidden
 
     def ends(self) -> Ends:
         raise UnsupportedModel("a bigram table has no hidden states for heads to read.")

@@ -5,6 +5,7 @@ Here the user's model runs as it is, without the mirror and the pool.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
 from .hf import attend
 
+CHECKED = 16  # tokens of each text, until it is looked who has ended
+FULL = 0.85  # the others go on alone, where they are no more than this share
 BATCHED = "outpace_batched"  # the name under which `attend_in_batches` is known to transformers
 
 
@@ -51,6 +55,98 @@ def states_behind(
         for hook in hooks:
             hook.remove()
     return final[0], found
+
+
+@torch.inference_mode()
+def write_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    ends: Sequence[int],
+    new_tokens: int,
+    temperatures: Sequence[float],
+    seed: int,
+) -> list[list[int]]:
+    """Answers to many prompts at a time, each at a temperature of its own (0: greedy), with the token that ends it.
+
+    Keys and values are written in place, and texts that have ended make room for the others.
+    """
+    device, count, longest = model.device, len(prompts), max(map(len, prompts))
+    chance = torch.Generator(device).manual_seed(seed)
+    warm = torch.tensor(temperatures, device=device)[:, None]
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]).to(device)
+    mask = torch.ones(count, longest + new_tokens, dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        mask[row, : longest - len(prompt)] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    over = torch.tensor([*ends], dtype=torch.long, device=device)
+    written = torch.full((count, new_tokens), -1, dtype=torch.long, device=device)
+    whose = torch.arange(count, device=device)
+    ended = torch.zeros(count, dtype=torch.bool, device=device)
+    cache = DynamicCache()
+    cache.layers = [_Growing(longest + new_tokens) for _ in layers_of(model)]
+    takes = inspect.signature(model.forward).parameters
+    with batched_decoding(model):
+        for place in range(new_tokens):
+            at = slice(0, longest) if place == 0 else slice(longest + place - 1, longest + place)
+            given: dict[str, Any] = {"position_ids": positions[:, at]} if "position_ids" in takes else {}
+            if "logits_to_keep" in takes:
+                given["logits_to_keep"] = 1
+            output = model(
+                input_ids=ids, attention_mask=mask[:, : at.stop], past_key_values=cache, use_cache=True, **given
+            )
+            tokens = _draw(output.logits[:, -1], warm, chance)
+            written[whose, place] = torch.where(ended, -1, tokens)
+            ended |= torch.isin(tokens, over)
+            ids = tokens[:, None]
+            if (place + 1) % CHECKED == 0 and (left := int((~ended).sum())) <= FULL * len(ended):
+                if not left:
+                    break
+                kept = (~ended).nonzero().squeeze(1)
+                warm, mask, positions, ids, whose, ended = (
+                    part[kept] for part in (warm, mask, positions, ids, whose, ended)
+                )
+                for layer in cache.layers:
+                    layer.select(kept)
+    return [[token for token in line if token >= 0] for line in written.tolist()]
+
+
+def _draw(logits: torch.Tensor, warm: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """A token for each line, at a temperature of its own."""
+    if not bool((warm > 0).any()):
+        return logits.argmax(-1)
+    scores = logits.float() / torch.where(warm > 0, warm, 1.0)
+    noise = torch.empty_like(scores).exponential_(generator=chance).log_()
+    return torch.where(warm > 0, scores - noise, scores).argmax(-1)
+
+
+class _Growing(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer, in a place that is large enough from the start."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+        self._places: list[torch.Tensor] = []
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        start, new = self.get_seq_length(), key_states.shape[2]
+        both = (key_states, value_states)
+        if not self._places:
+            self.lazy_initialization(*both)
+            self._places = [part.new_empty(*part.shape[:2], self._most, part.shape[3]) for part in both]
+        for place, part in zip(self._places, both, strict=True):
+            place[:, :, start : start + new].copy_(part)
+        self.keys, self.values = (place[:, :, : start + new] for place in self._places)
+        return self.keys, self.values
+
+    def select(self, kept: torch.Tensor) -> None:
+        """Go on with these texts alone."""
+        length = self.get_seq_length()
+        del self.keys, self.values
+        for number, place in enumerate(self._places):
+            smaller = place.new_empty(len(kept), *place.shape[1:])
+            smaller[:, :, :length] = place[kept, :, :length]
+            self._places[number] = smaller
+        self.keys, self.values = (place[:, :, :length] for place in self._places)
 
 
 @contextmanager

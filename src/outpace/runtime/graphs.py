@@ -70,7 +70,7 @@ class GraphEngine(Engine):
         if self.exact:
             self.name = f"exact, up to {exact_rows} rows"
         # By rows, length of text, layers, whose question, number of texts (0: one alone), and whether it only reads.
-        self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int, bool], _Graph] = {}
+        self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int, bool, tuple[int, ...]], _Graph] = {}
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
         # On the device: lists of slots, and whose they are.
         longest = min(self.pool.capacity, model.context)
@@ -392,7 +392,7 @@ class GraphEngine(Engine):
         reads: bool = False,
     ) -> _Graph:
         span, through = _span(length), (layers[0], self.model.layers if layers[1] is None else layers[1])
-        key = (size, span, through, question.owner if question else None, texts, reads)
+        key = (size, span, through, question.owner if question else None, texts, reads, self.model.kept)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(size, span, through, question, texts, reads)

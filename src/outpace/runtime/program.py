@@ -751,6 +751,7 @@ class _Prompt(FixedStep):
     def __init__(self, program: Program, source: Reading, size: int, span: int) -> None:
         engine = program.engine
         super().__init__(engine.model, engine.pool, program._prompt, size, span, False)
+        self.hidden = self.hidden.repeat(1, 1 + len(engine.model.kept))
         self.source = source
         self._causal = bits(np.tril(np.ones((size, -(-size // 64) * 64), dtype=np.bool_)))
 
@@ -762,7 +763,7 @@ class _Prompt(FixedStep):
         """States of the text from `start` on."""
         count = len(states)
         stop = start + count
-        self.hidden[:count].copy_(states)
+        self.hidden[:count].copy_(states[:, : self.hidden.shape[1]])
         numbers = [sequence.tokens[start + 1 : stop + 1], range(start, stop), sequence.slots[start:stop]]
         self.launch(np.array(numbers), self._causal[:count], start)
 

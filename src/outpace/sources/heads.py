@@ -1,10 +1,10 @@
-"""Trained heads that guess several tokens ahead at once: Medusa's and Amphista's."""
+"""Trained heads that guess several tokens ahead at once: Medusa's, Amphista's and block's; and Hydra's."""
 
 from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,9 @@ from ..step.texts import Texts, signed
 from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
+CANDIDATES = 16  # guesses of a place that are paired with those of the next
+Pick: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+"""Of what the target has left of rows, what some heads read."""
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
 _twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of heads that are at work
 
@@ -31,8 +34,8 @@ class _Expecting(Reading):
     coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
     """
 
-    def __init__(self, heads: Any, shared: tuple[Any, Any, int], top: int, coupled: bool) -> None:
-        self.heads, self.shared, self.top, self.coupled = heads, shared, top, coupled
+    def __init__(self, heads: Any, shared: tuple[Any, Any, int], pick: Pick, top: int, coupled: bool) -> None:
+        self.heads, self.shared, self.pick, self.top, self.coupled = heads, shared, pick, top, coupled
         self.reads_text = heads.reads_text
         self.deepest = heads.count
         self.names = tuple(f"head {depth}" for depth in range(1, heads.count + 1))
@@ -97,6 +100,7 @@ class HeadGuesses(_Expecting):
         self,
         heads: Any,
         shared: tuple[Any, Any, int],
+        pick: Pick,
         paths: Sequence[Ranks],
         lanes: int,
         device: torch.device,
@@ -104,7 +108,7 @@ class HeadGuesses(_Expecting):
         worths: Sequence[float] | None = None,
         compiled: bool = False,
     ) -> None:
-        super().__init__(heads, shared, 1 + max((max(path) for path in paths), default=0), coupled)
+        super().__init__(heads, shared, pick, 1 + max((max(path) for path in paths), default=0), coupled)
         count = heads.count
         self.nodes = len(paths)
         self._tokens = torch.zeros(lanes, count * self.top, dtype=torch.long, device=device)
@@ -125,7 +129,7 @@ class HeadGuesses(_Expecting):
         self._chances[lane].fill_(NEVER)
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
-        return self._fixed(*self.shared, rows, hidden, last)
+        return self._fixed(*self.shared, rows, self.pick(hidden), last)
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         ahead = texts.lengths[:, None] + torch.arange(len(fed), device=fed.device)
@@ -149,6 +153,109 @@ class HeadGuesses(_Expecting):
         return [Nodes(newest, depths, hashes, chances, self.first + depths - 1)]
 
 
+class PairedGuesses(_Expecting):
+    """Paths of ranks among guesses that depend on the one before: block's.
+
+    At each depth a path goes on with the guess of its rank behind the guess that it has come to. For the settings see
+    HeadGuesses.
+    """
+
+    def __init__(
+        self,
+        heads: Any,
+        shared: tuple[Any, Any, int],
+        pick: Pick,
+        paths: Sequence[Ranks],
+        lanes: int,
+        device: torch.device,
+        coupled: bool = True,
+        worths: Sequence[float] | None = None,
+        compiled: bool = False,
+    ) -> None:
+        ends, _, _ = shared
+        most = min(max(CANDIDATES, 1 + max((max(path) for path in paths), default=0)), ends.head.weight.shape[0])
+        super().__init__(heads, shared, pick, most, coupled)
+        count = heads.count
+        self.nodes = len(paths)
+        self._tokens = torch.zeros(lanes, count, most, dtype=torch.long, device=device)
+        self._order = torch.zeros(lanes, count, most, most, dtype=torch.long, device=device)  # [before, rank] guesses
+        self._chances = torch.full((lanes, count, most, most), NEVER, device=device)  # of those
+        self.state = (self._tokens, self._order, self._chances)
+        self._depths = torch.tensor([len(path) for path in paths], device=device)
+        ranks = [[*path, *[0] * (count - len(path))] for path in paths]
+        self._ranks = torch.tensor(ranks, device=device).view(len(paths), count)
+        self._fixed = torch.compile(quick(heads).fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
+        self._pair = torch.compile(self._paired, dynamic=True, options=OPTIONS) if compiled else self._paired
+        self._worths = None if worths is None else torch.tensor(worths, device=device)
+
+    def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
+        self._chances[lane].fill_(NEVER)
+
+    def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
+        return self._fixed(*self.shared, rows, self.pick(hidden), last)
+
+    def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
+        logits, states = fed
+        count, lanes, _ = logits.shape
+        quickly = fused.usable(logits.device) and self.top <= fused.FEW
+        found = (fused.likeliest if quickly else likeliest)(logits.flatten(0, 1), self.top).view(2, count, lanes, -1)
+        tokens = found[0].long()
+        noise = None
+        if "noise" in needs:
+            ahead = texts.lengths + torch.arange(count, device=logits.device)[:, None]
+            noise = torch.zeros_like(found[1], dtype=torch.float32)
+            if self.coupled:
+                noise = gumbel(texts.seeds.expand_as(ahead), ahead, 0, tokens).float()
+        warm = choices.temperature[: texts.lanes] if noise is not None else None
+        order, chances = self._pair(states, tokens, found[1].float(), warm, noise)
+        mine = slice(first, first + lanes)
+        self._tokens[mine], self._order[mine] = tokens.transpose(0, 1), order.transpose(0, 1)
+        self._chances[mine] = chances.transpose(0, 1)
+
+    def _paired(
+        self,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        chances: torch.Tensor,
+        warm: torch.Tensor | None,
+        noise: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[count, lanes, before, rank] which guess has a rank behind each guess before, and its chance."""
+        ends, _, _ = self.shared
+        judged = self.heads.judge(chances, self.heads.pairs(states, tokens, ends).float())
+        best, order = judged.sort(dim=-1, descending=True)
+        best = self.heads.confide(best, states)
+        if warm is None or noise is None:
+            return order, best
+        drawn = (warm > 0)[:, None, None]
+        warmed = judged / torch.where(drawn, warm[:, None, None], 1.0) + noise[..., None, :]
+        warmed, other = warmed.sort(dim=-1, descending=True)
+        return torch.where(drawn, other, order), torch.where(drawn, warmed.log_softmax(-1), best)
+
+    def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
+        lanes = texts.lanes
+        if fused.usable(texts.device):
+            guesses = (self._tokens, self._order, self._chances, self._worths)
+            return [fused.pairs(self._ranks, self._depths, *guesses, lanes, self.first + self._depths - 1)]
+        at = torch.zeros(lanes, self.nodes, dtype=torch.long, device=texts.device)
+        total = torch.zeros(lanes, self.nodes, device=texts.device)
+        found: list[torch.Tensor] = []
+        for place in range(self.deepest):
+            line = at * self.top + self._ranks[:, place]
+            said = self._chances[:lanes, place].flatten(1).gather(1, line)
+            total = torch.where(place < self._depths, total + said, total)
+            at = self._order[:lanes, place].flatten(1).gather(1, line)
+            found.append(self._tokens[:lanes, place].gather(1, at))
+        tokens = torch.stack(found, -1)
+        if self._worths is not None:
+            total = torch.where(total > NEVER, self._worths, NEVER)
+        depth = torch.arange(1, self.deepest + 1, device=tokens.device)
+        hashes = F.pad(mix(tokens, depth).cumsum(-1), (1, 0))
+        depths = self._depths.expand(lanes, -1)
+        newest = tokens.gather(2, depths[..., None] - 1)[..., 0]
+        return [Nodes(newest, depths, hashes, total, self.first + depths - 1)]
+
+
 class SequentialGuesses(_Expecting):
     """Hydra's: a head knows the guesses before it, so guesses come one depth after the other, in a fixed loop.
 
@@ -159,13 +266,14 @@ class SequentialGuesses(_Expecting):
         self,
         heads: Any,
         shared: tuple[Any, Any, int],
+        pick: Pick,
         top: int,
         beam: int,
         lanes: int,
         device: torch.device,
         coupled: bool = True,
     ) -> None:
-        super().__init__(heads, shared, top, coupled)
+        super().__init__(heads, shared, pick, top, coupled)
         self.beam = beam
         widths = [top]  # nodes of each depth
         while len(widths) < heads.count:
@@ -182,7 +290,7 @@ class SequentialGuesses(_Expecting):
         self._chances[lane].fill_(NEVER)
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
-        return hidden.index_select(0, last), rows.tokens.index_select(0, last)
+        return self.pick(hidden).index_select(0, last), rows.tokens.index_select(0, last)
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         hidden, newest = fed  # the newest tokens [lanes], and the states before them [lanes, width]
@@ -242,7 +350,8 @@ def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) 
     _, pool, _ = shared
     with pool.sequence([0, 0]) as text, torch.inference_mode():
         text.slots = pool.allocate(1)
-        state = next(heads.parameters()).new_zeros(1, heads.shape.width)
+        layers = [len(heads.reads)] if heads.reads else []
+        state = next(heads.parameters()).new_zeros(*layers, 1, heads.shape.width)
         heads.follow(*shared).feed(state, torch.zeros(1, dtype=torch.long, device=device), text)
 
 

@@ -334,6 +334,34 @@ def ranks(
     return Nodes(tokens, depths.expand(lanes, -1), paths, found, sources.expand(lanes, -1))
 
 
+def pairs(
+    ranks: torch.Tensor,
+    depths: torch.Tensor,
+    guesses: torch.Tensor,
+    order: torch.Tensor,
+    chances: torch.Tensor,
+    worths: torch.Tensor | None,
+    lanes: int,
+    sources: torch.Tensor,
+) -> Nodes:
+    """What `PairedGuesses.guess` offers, from the guesses [lanes, places, top] of its heads."""
+    from . import kernels
+
+    nodes, heads = ranks.shape
+    tokens = torch.empty(lanes, nodes, dtype=torch.long, device=ranks.device)
+    found = torch.empty(lanes, nodes, device=ranks.device)
+    paths = torch.empty(lanes, nodes, heads + 1, dtype=torch.long, device=ranks.device)
+    kernels.pairs[(lanes,)](
+        *(ranks, depths, guesses, order, chances, found if worths is None else worths, tokens, found, paths, nodes),
+        NODES=_power(nodes),
+        HEADS=heads,
+        TOP=guesses.shape[2],
+        GIVEN=worths is not None,
+        num_warps=4,
+    )
+    return Nodes(tokens, depths.expand(lanes, -1), paths, found, sources.expand(lanes, -1))
+
+
 def _joined(offers: Sequence[Nodes]) -> tuple[torch.Tensor, ...]:
     """Tokens, depths, paths, chances and sources of all offers, each [lanes, nodes, …] in one piece."""
     from . import kernels

@@ -523,6 +523,41 @@ def ranks(
     tl.store(node_chances + lane * nodes + node, total, mask=there)
 
 
+@triton.jit(do_not_specialize=LANES_VARY)
+def pairs(
+    ranks, depths, guesses, order, chances, worths, node_tokens, node_chances, paths, nodes,
+    NODES: tl.constexpr, HEADS: tl.constexpr, TOP: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """One lane: nodes from paths of ranks among TOP guesses of each of HEADS places, each behind one of those before.
+
+    order, chances: [places, before, rank] which guess it is, and how likely. GIVEN: with chances of their own.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    there = node < nodes
+    depth = tl.load(depths + node, mask=there, other=0)
+    total = tl.zeros([NODES], tl.float32)
+    hashed = tl.zeros([NODES], tl.int64)
+    newest = tl.zeros([NODES], tl.int64)
+    at = tl.zeros([NODES], tl.int64)
+    way = paths + (lane * nodes + node) * (HEADS + 1)
+    tl.store(way, hashed, mask=there)
+    for head in tl.static_range(HEADS):
+        within = there & (head < depth)
+        place = lane * HEADS + head
+        line = (place * TOP + at) * TOP + tl.load(ranks + node * HEADS + head, mask=there, other=0)
+        total += tl.load(chances + line, mask=within, other=0.0)
+        at = tl.load(order + line, mask=there, other=0)
+        token = tl.load(guesses + place * TOP + at, mask=there, other=0)
+        newest = tl.where(within, token, newest)
+        hashed += mix(token, head + 1)
+        tl.store(way + head + 1, hashed, mask=there)
+    if GIVEN:
+        total = tl.where(total > float("-inf"), tl.load(worths + node, mask=there, other=0.0), float("-inf"))
+    tl.store(node_tokens + lane * nodes + node, newest, mask=there)
+    tl.store(node_chances + lane * nodes + node, total, mask=there)
+
+
 @triton.jit
 def comb(
     window, filled, drafted, room, tokens, depths, chances, paths,

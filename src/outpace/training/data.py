@@ -1,7 +1,8 @@
 """Training text: the target's own answers to prompts, written once and used by every kind of heads.
 
 Heads must guess what the target writes, so they learn from nothing else. Half of the answers are greedy, the others
-sampled. They are kept in files of one batch each; a run that was stopped goes on with the next batch.
+sampled, each at a temperature of its own. They are kept in files of one batch each; a run that was stopped goes on with
+the next batch.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from safetensors.torch import save_file
 
 from ..errors import InputError
 from ..heads.storing import read_tensors
-from ..models.whole import batched_decoding
+from ..models.whole import write_batch
 from .team import Team
 
-LONGEST_PROMPT = 512
-TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of one batch after another; 0 is greedy
+LONGEST_PROMPT = 1600
+USUAL = 768  # tokens of a text with its answer; where texts are longer, fewer are written at a time
+GREEDY = 0.5  # of the answers; the others have a temperature of WARM
+WARM = (0.3, 1.1)
 FIELDS = ("prompt", "question", "instruction")
 
 
@@ -80,8 +83,12 @@ def write_answers(
     """
     team = team or Team()
     folder.mkdir(parents=True, exist_ok=True)
-    fitting = sorted((prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT), key=len)
-    batches = [fitting[start : start + batch] for start in range(0, len(fitting), batch)]
+    fitting = sorted((prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT), key=len, reverse=True)
+    batches: list[Sequence[Sequence[int]]] = []
+    while fitting:
+        most = max(1, batch * USUAL // max(USUAL, len(fitting[0]) + new_tokens))
+        batches.append(fitting[:most])
+        fitting = fitting[most:]
     order = list(range(len(batches)))
     random.Random(seed).shuffle(order)  # a run that is cut short has seen prompts of all lengths
     for done, number in team.share(enumerate(order)):
@@ -91,8 +98,9 @@ def write_answers(
             continue
         if enough():
             break
-        temperature = 0.0 if greedy else TEMPERATURES[done % len(TEMPERATURES)]
-        answers = _answer(model, batches[number], ends, new_tokens, temperature, seed + number)
+        rng = random.Random(f"{seed} {number}")
+        warm = [0.0 if greedy or rng.random() < GREEDY else rng.uniform(*WARM) for _ in batches[number]]
+        answers = _answer(model, batches[number], ends, new_tokens, warm, seed + number)
         half = file.with_suffix(".part")
         save_file(
             {
@@ -108,52 +116,32 @@ def write_answers(
 
 
 def _answer(
-    model: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], new_tokens: int, temperature: float, seed: int
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    ends: Sequence[int],
+    new_tokens: int,
+    temperatures: Sequence[float],
+    seed: int,
 ) -> list[Text]:
     """Answers to a batch of prompts; in two halves, if the device has no memory for it."""
     try:
-        return _write(model, prompts, ends, new_tokens, temperature, seed)
+        written = write_batch(model, prompts, ends, new_tokens, temperatures, seed)
+        return [Text(torch.tensor([*prompt, *new]), len(prompt)) for prompt, new in zip(prompts, written, strict=True)]
     except torch.OutOfMemoryError:
         if len(prompts) == 1:
             raise
     torch.cuda.empty_cache()
     half = len(prompts) // 2
-    rest = (ends, new_tokens, temperature, seed)
-    return [*_answer(model, prompts[:half], *rest), *_answer(model, prompts[half:], *rest)]
+    first, second = slice(half), slice(half, None)
+    return [
+        *_answer(model, prompts[first], ends, new_tokens, temperatures[first], seed),
+        *_answer(model, prompts[second], ends, new_tokens, temperatures[second], seed),
+    ]
 
 
 def _small(tokens: torch.Tensor) -> torch.Tensor:
     """Tokens in as few bytes as hold them."""
     return tokens.to(torch.uint16 if int(tokens.max()) < 2**16 else torch.int32)
-
-
-@torch.inference_mode()
-def _write(
-    model: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], new_tokens: int, temperature: float, seed: int
-) -> list[Text]:
-    longest = max(map(len, prompts))
-    pad = ends[0] if ends else 0
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    torch.manual_seed(seed)
-    how: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with batched_decoding(model):
-        written = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=new_tokens,
-            pad_token_id=pad,
-            eos_token_id=list(ends) or None,
-            **how,
-        )[:, longest:].cpu()
-    answers = []
-    for prompt, answer in zip(prompts, written, strict=True):
-        over = torch.isin(answer, torch.tensor(list(ends))).nonzero()
-        length = int(over[0, 0]) + 1 if len(over) else len(answer)
-        answers.append(Text(torch.cat([torch.tensor(list(prompt)), answer[:length]]), len(prompt)))
-    return answers
 
 
 def read_answers(folder: Path) -> list[Text]:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..decoder import Decoder
 from ..errors import InputError, UnknownNameError
-from ..heads import TRAINABLE, ExitHeads, Heads
+from ..heads import TRAINABLE, BlockHeads, ExitHeads, Heads
 from ..heads.blocks import BlockShape
 from ..heads.storing import Stored, fingerprint, save
 from ..heads.trees import best_tree
 from ..models.adapter import Ends
 from ..models.whole import last_layers, layer_sizes, layers_of
-from .data import Text, read_answers, write_answers
+from .data import LONGEST_PROMPT, USUAL, Text, read_answers, write_answers
+from .prompts import Exchange, Prompt, derive, distinct
 from .team import Team
 from .trainer import Plan, Trainer
 
 TREE = 256  # nodes that are stored
+ON_CPU, MOST = 256, 4096  # answers at a time: on a CPU, and at most
+ROWS = 64  # of the tree whose speed is estimated
 Show = Callable[[float, str], None]
 
 
@@ -34,14 +38,23 @@ class Answers:
 
     held_out: int = 256  # prompts kept back, answered greedily: accuracies are measured on them
     rounds: int = 1  # each round answers all prompts once more, sampled otherwise
-    batch: int = 256
+    more: float = 0.5  # for each prompt so many that are made from prompts and answers: turns, translations, summaries
+    batch: int = 0  # answers that are written at a time; 0: as many as there is memory for, or 256 on a CPU
     new_tokens: int = 256
     minutes: float = 0.0  # stop answering after so long; 0: when all prompts are answered
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.held_out, self.rounds, self.batch, self.new_tokens) < 1 or self.minutes < 0:
-            raise InputError("held_out, rounds, batch and new_tokens must be at least 1, minutes at least 0.")
+        if min(self.held_out, self.rounds, self.new_tokens) < 1 or min(self.batch, self.minutes, self.more) < 0:
+            raise InputError("held_out, rounds and new_tokens must be at least 1, batch, minutes and more at least 0.")
+
+
+class Texts(NamedTuple):
+    """Answers of the target's own."""
+
+    learnt: list[Text]
+    held_out: list[Text]
+    judged: list[Text]  # answers to prompts of another file, on which heads are measured as well
 
 
 def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -> Heads:
@@ -66,44 +79,118 @@ def answers(
     how: Answers,
     show: Show = lambda share, text: None,
     team: Team | None = None,
-) -> tuple[list[Text], list[Text]]:
+    judge: Sequence[str] = (),
+) -> Texts:
     """Texts to train on and held-out ones, written by the model where the folder does not have them yet."""
     team = team or Team()
     if len(prompts) <= how.held_out:
         raise InputError(f"{len(prompts)} prompts are too few to hold {how.held_out} out. Lower --held-out.")
-    about = {"base": fingerprint(decoder.model), "prompts": len(prompts), **asdict(how)}
+    about = {"base": fingerprint(decoder.model), "prompts": len(prompts), "judged": len(judge), **asdict(how)}
     about.pop("minutes")
     with team.one_first():
         _claim(folder, about)
     shuffled = list(prompts)
     random.Random(how.seed).shuffle(shuffled)
-    encoded = [decoder.encode(prompt) for prompt in shuffled]
-    begun = time.perf_counter()
+    held_out = shuffled[: how.held_out]
+    rest = [prompt for prompt in distinct(shuffled[how.held_out :], held_out) if isinstance(prompt, str)]
+    if not rest:
+        raise InputError("all prompts share 13 words in a row with those that are held out. Give others, or fewer.")
+    if not how.batch:
+        how = replace(how, batch=fitting_batch(model))
+    writer = _Writer(decoder, model, folder, how, show, team)
+    if judge:
+        writer.write("judged", list(judge), 0.0, greedy=True)
+    first = writer.write("held-out", list(held_out), 0.0, greedy=True)
+    writer.write("held-out-more", derive(first, int(how.more * len(held_out)), how.seed), 0.0, greedy=True)
+    for number in range(1, how.rounds + 1):
+        begun = (number - 1) / how.rounds
+        share = 1 / (how.rounds * (1 + how.more))
+        said = writer.write(f"round-{number}", list(rest), begun + share, seed=number)
+        made = distinct(derive(said, int(how.more * len(rest)), how.seed + number), held_out)
+        writer.write(f"more-{number}", made, number / how.rounds, seed=500 + number)
+    return Texts(
+        writer.read("round-*", "more-*"),
+        writer.read("held-out", "held-out-more"),
+        writer.read("judged") if judge else [],
+    )
 
-    def enough() -> bool:
-        return how.minutes > 0 and time.perf_counter() - begun > 60 * how.minutes
 
-    common: dict[str, Any] = {"batch": how.batch, "new_tokens": how.new_tokens, "team": team}
-    ends = sorted(decoder.ends)
-    for number in range(how.rounds + 1):
-        name = "held-out" if number == 0 else f"round-{number}"
+class _Writer:
+    """Has the target answer, a folder of answers for each set of prompts."""
 
-        def tell(done: int, total: int, name: str = name, number: int = number) -> None:
-            show((number + done / total) / (how.rounds + 1), f"answers, {name}: {done} of {total} batches")
+    def __init__(self, decoder: Decoder, model: Any, folder: Path, how: Answers, show: Show, team: Team) -> None:
+        self.decoder, self.model, self.folder = decoder, model, folder
+        self.how, self.show, self.team = how, show, team
+        self.begun = time.perf_counter()
 
-        if number == 0:
-            write_answers(model, encoded[: how.held_out], folder / name, ends, greedy=True, show=tell, **common)
-        else:
-            write_answers(
-                *(model, encoded[how.held_out :], folder / name, ends),
-                seed=how.seed + 1000 * number,
-                show=tell,
-                enough=enough,
-                **common,
-            )
-    rounds = [folder / f"round-{number}" for number in range(1, how.rounds + 1)]
-    found = [text for round_ in rounds if any(round_.glob("answers-*")) for text in read_answers(round_)]
-    return found or read_answers(rounds[0]), read_answers(folder / "held-out")
+    def write(
+        self, name: str, prompts: Sequence[Prompt], until: float, *, greedy: bool = False, seed: int = 0
+    ) -> list[Exchange]:
+        """Answers to these, as long as less than the share `until` of the time has passed; 0: all of them.
+
+        Says what was answered to prompts of one turn.
+        """
+        how, folder = self.how, self.folder / name
+        if not prompts:
+            return []
+
+        def enough() -> bool:
+            return 0 < 60 * how.minutes * until < time.perf_counter() - self.begun
+
+        def tell(done: int, total: int) -> None:
+            self.show(until, f"answers, {name}: {done} of {total} batches")
+
+        encoded = encode_all(self.decoder, prompts)
+        most = min(LONGEST_PROMPT, self.decoder.model.context - how.new_tokens)
+        write_answers(
+            *(self.model, [tokens for tokens in encoded if len(tokens) <= most], folder, sorted(self.decoder.ends)),
+            batch=how.batch,
+            new_tokens=how.new_tokens,
+            greedy=greedy,
+            seed=how.seed + 1000 * seed,
+            show=tell,
+            enough=enough,
+            team=self.team,
+        )
+        known = {tuple(tokens): prompt for tokens, prompt in zip(encoded, prompts, strict=True)}
+        found = []
+        texts = read_answers(folder) if any(folder.glob("answers-*")) else []
+        written = self.decoder.tokenizer.batch_decode(
+            [text.tokens[text.prompt :].tolist() for text in texts], skip_special_tokens=True
+        )
+        for text, answer in zip(texts, written, strict=True):
+            prompt = known.get(tuple(text.tokens[: text.prompt].tolist()))
+            if isinstance(prompt, str):
+                found.append(Exchange(prompt, answer))
+        return found
+
+    def read(self, *names: str) -> list[Text]:
+        """All answers in folders of such names."""
+        folders = [
+            folder for name in names for folder in sorted(self.folder.glob(name)) if any(folder.glob("answers-*"))
+        ]
+        if not folders:
+            raise InputError(f"{self.folder} has no answers to train on.")
+        return [text for folder in folders for text in read_answers(folder)]
+
+
+def fitting_batch(model: Any) -> int:
+    """How many answers a device has memory for at a time: half of what is free, for keys and values."""
+    if model.device.type != "cuda":
+        return ON_CPU
+    free, _ = torch.cuda.mem_get_info(model.device)
+    sizes = layer_sizes(model)
+    token = 2 * len(layers_of(model)) * sizes["key_heads"] * sizes["head_size"] * torch.finfo(model.dtype).bits // 8
+    return max(1, min(MOST, free // 2 // (token * USUAL)))
+
+
+def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The token ids of many prompts, as `Decoder.encode` has them of one."""
+    if not getattr(decoder.tokenizer, "chat_template", None):
+        return [decoder.encode(prompt) for prompt in prompts]
+    talks = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+    found: list[list[int]] = decoder.tokenizer.apply_chat_template(talks, add_generation_prompt=True, return_dict=False)
+    return found
 
 
 def _claim(folder: Path, about: Mapping[str, Any]) -> None:
@@ -135,12 +222,22 @@ def open_out(out: Path, resume: bool) -> Path:
     return checkpoint
 
 
+class Trained(NamedTuple):
+    """What a training has come to: by kind how often each guess is right, [heads, ranks]."""
+
+    held_out: dict[str, torch.Tensor]
+    judged: dict[str, torch.Tensor]  # on answers to prompts of another file
+    confidence: dict[str, list[list[float]]]  # of kinds that have one: see `Trainer.confidence`; on those, if any
+    speed: dict[
+        str, tuple[float, float]
+    ]  # tokens a step that are to be expected, and the speed, plain decoding being 1
+
+
 def train(
     model: Any,
     adapted: Any,
     heads: Mapping[str, Heads],
-    texts: Sequence[Text],
-    held_out: Sequence[Text],
+    texts: Texts,
     plan: Plan,
     out: Path,
     *,
@@ -148,32 +245,65 @@ def train(
     made_by: Mapping[str, Any] | None = None,
     show: Show = lambda share, text: None,
     team: Team | None = None,
-) -> dict[str, torch.Tensor]:
-    """Train heads together and write each to its folder in `out`; their held-out accuracies [heads, ranks] by name."""
+    bits: int = 16,
+) -> Trained:
+    """Train heads together and write each to its folder in `out`."""
     checkpoint = open_out(out, resume)
     trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan, team)
     if checkpoint.exists():
         trainer.resume(checkpoint)
-    trainer.run(texts, show, checkpoint)
-    accuracies = trainer.accuracies(held_out)
+    trainer.run(texts.learnt, show, checkpoint, texts.held_out)
+    accuracies = trainer.accuracies(texts.held_out)
+    judged = trainer.accuracies(texts.judged) if texts.judged else {}
     base = fingerprint(adapted)
-    tokens = sum(len(text.tokens) - text.prompt for text in texts)
     training = {
         "plan": asdict(plan),
-        "answers": {**(made_by or {}), "count": len(texts), "tokens": tokens},
+        "answers": {
+            **(made_by or {}),
+            "count": len(texts.learnt),
+            "tokens": sum(len(text.tokens) - text.prompt for text in texts.learnt),
+        },
         "processes": trainer.team.count,
         "updates": trainer.progress.update,
         "seconds": round(trainer.progress.seconds),
+        "curve": trainer.progress.curve,
     }
+    size = sum(weight.numel() for weight in model.parameters())
+    confidence, speed = {}, {}
     for name, part in heads.items():
-        found = [[round(share, 4) for share in ranks] for ranks in accuracies[name].tolist()]
+        found = _rounded(accuracies[name])
+        more = {"judged": _rounded(judged[name])} if judged else {}
+        tree: list[list[int]] = []
+        counts: list[list[list[int]]] = []
         if isinstance(part, ExitHeads):
-            about = Stored(base, found, [], training, trainer.calibration(part, held_out))
+            counts = trainer.calibration(part, texts.held_out)
         else:
-            about = Stored(base, found, [list(path) for path in best_tree(found, TREE)], training)
+            tree = [list(path) for path in best_tree(found, TREE)]
+            speed[name] = expected_speed(found, sum(weight.numel() for weight in part.parameters()) / size)
+        if isinstance(part, BlockHeads):
+            confidence[name] = trainer.confidence(name, texts.judged or texts.held_out)
+            more["confidence"] = _rounded(torch.tensor(confidence[name]))
         if trainer.team.leads:
-            save(part, about, out / name)
+            save(part, Stored(base, found, tree, {**training, **more}, counts), out / name, bits)
     if trainer.team.leads:
         checkpoint.unlink(missing_ok=True)
     trainer.team.wait()
-    return accuracies
+    return Trained(accuracies, judged, confidence, speed)
+
+
+def _rounded(numbers: torch.Tensor) -> list[list[float]]:
+    return [[round(number, 4) for number in line] for line in numbers.tolist()]
+
+
+def expected_speed(accuracies: Sequence[Sequence[float]], weights: float) -> tuple[float, float]:
+    """Tokens a step, and the speed where plain decoding is 1, if steps take as long as it takes to read all weights.
+
+    `weights`: how many the heads have for each of the target's. For a tree of ROWS rows, on texts like the held-out.
+
+    >>> expected_speed([[0.5], [0.5]], 0.25)
+    (1.75, 1.4)
+    """
+    tokens = 1.0
+    for path in best_tree(accuracies, ROWS - 1):
+        tokens += math.prod(accuracies[head][rank] for head, rank in enumerate(path))
+    return tokens, tokens / (1 + weights)

@@ -18,8 +18,9 @@ import torch
 from torch.nn import functional as F
 
 from ..errors import InputError
-from ..heads import ExitHeads, Heads
+from ..heads import BlockHeads, ExitHeads, Heads
 from ..heads.base import Example
+from ..heads.block import FORGOTTEN, feelings
 from ..heads.exits import BINS, BORDERS
 from ..models.adapter import Ends
 from ..models.whole import states_behind
@@ -29,6 +30,7 @@ from .team import Team
 
 CHUNK = 4096  # positions whose logits are there at a time
 RANKS = 10  # guesses of a head that are counted
+POINTS = 8  # of the curve of accuracies by time
 MEASURED = 65536  # held-out places that accuracies are measured on
 EXAMPLES = 32  # for each number of a state: positions that heads are fitted to before training
 
@@ -70,6 +72,7 @@ class Progress:
     update: int = 0
     seconds: float = 0.0
     losses: dict[str, list[float]] = field(default_factory=dict)  # by name, for each head; a running mean
+    curve: list[tuple[float, dict[str, list[float]]]] = field(default_factory=list)  # seconds; each head's accuracy
 
 
 class Trainer:
@@ -98,8 +101,12 @@ class Trainer:
         texts: Sequence[Text],
         show: Callable[[float, str], None] = lambda share, text: None,
         checkpoint: Path | None = None,
+        held_out: Sequence[Text] = (),
     ) -> None:
-        """Train until the plan's end. `show` is told the share done and the losses."""
+        """Train until the plan's end. `show` is told the share done and the losses.
+
+        On the way it is measured a few times how often guesses are right on held-out texts.
+        """
         if self.progress.update == 0:
             for part in self.heads.values():
                 part.fit(self._examples(part, texts), self.ends)
@@ -111,6 +118,10 @@ class Trainer:
             self.progress.update += 1
             self.progress.seconds = self.team.mean(self.progress.seconds + time.perf_counter() - start)
             share = self._share()
+            if held_out and share * POINTS >= len(self.progress.curve) + 1:
+                right = {name: found[:, 0] for name, found in self.accuracies(held_out, MEASURED // 8).items()}
+                lines = {name: [round(head, 4) for head in found.tolist()] for name, found in right.items()}
+                self.progress.curve.append((round(self.progress.seconds, 1), lines))
             show(min(share, 1.0), self._summary())
             if checkpoint and (share >= 1 or time.perf_counter() - last_save > 60 * self.plan.save_every):
                 self.save(checkpoint)
@@ -119,9 +130,16 @@ class Trainer:
                 return
 
     def _endless(self, texts: Sequence[Text]) -> Iterator[Batch]:
-        rng = random.Random(self.plan.seed + self.progress.update)
+        """The batches from the next update on: after a stop the same as without one."""
+        left, epoch = self.progress.update, 0
         while True:
-            yield from self.team.share(batches(texts, self.plan.tokens, rng))
+            rng = random.Random(f"{self.plan.seed} {epoch}")
+            for batch in self.team.share(batches(texts, self.plan.tokens, rng)):
+                if left:
+                    left -= 1
+                else:
+                    yield batch
+            epoch += 1
 
     def _share(self) -> float:
         plan, progress = self.plan, self.progress
@@ -147,13 +165,15 @@ class Trainer:
 
     def _update(self, batch: Batch) -> None:
         target = self._compute(batch.tokens)
-        hidden = target.final
-        states = {name: self._states(part, target.of(part), batch.tokens) for name, part in self.heads.items()}
-        leaves = {name: found.detach().requires_grad_() for name, found in states.items()}
-        self._note(self._backward(leaves, hidden, *self._places(batch)))
+        rows, weights = self._places(batch)
+        chance = torch.Generator(self.device).manual_seed(self.plan.seed + self.progress.update)
+        learnt = {name: self._learnt(part, target, batch.tokens, rows, chance) for name, part in self.heads.items()}
+        leaves = {name: found.leaves() for name, found in learnt.items()}
+        self._note(self._backward(leaves, target.final, rows, weights, chance))
         for name, optimizers in self.optimizers.items():
-            if states[name].requires_grad:  # else all that learns lies behind the states
-                torch.autograd.backward(states[name], leaves[name].grad)
+            for found, leaf in zip(learnt[name], leaves[name], strict=True):
+                if found.requires_grad and leaf.grad is not None:  # else all that learns lies behind the states
+                    torch.autograd.backward(found, leaf.grad)
             self.team.average(weight.grad for weight in self.heads[name].parameters() if weight.grad is not None)
             torch.nn.utils.clip_grad_norm_(self.heads[name].parameters(), self.plan.clip)
             for optimizer, peak in optimizers:
@@ -190,46 +210,97 @@ class Trainer:
 
     def _backward(
         self,
-        states: Mapping[str, torch.Tensor],
+        learnt: Mapping[str, _Learnt],
         hidden: torch.Tensor,
         rows: torch.Tensor,
         weights: Mapping[str, torch.Tensor],
+        chance: torch.Generator,
     ) -> dict[str, list[float]]:
-        """Losses of each head; the gradients are left at the states [heads, texts, length, width]."""
-        flat = {name: found.flatten(1, 2) for name, found in states.items()}
-        totals = {name: torch.zeros(len(found), device=self.device) for name, found in states.items()}
-        counts = {name: weight.gt(0).sum(1).clamp(min=1) for name, weight in weights.items()}
-        scales = {name: weight.amax(1).clamp(min=1e-9) for name, weight in weights.items()}
-        for start in range(0, len(rows), self.chunk):
-            missing = max(0, start + self.chunk - len(rows))  # a last chunk is filled up: one size is compiled once
-            chosen = F.pad(rows[start : start + self.chunk], (0, missing))
-            target = self._target(hidden, chosen)
+        """Losses of each head; the gradients are left at what was learnt.
+
+        Where there are several chunks of places, a head of less weight learns from as many fewer of them.
+        """
+        totals = {name: torch.zeros(part.count, device=self.device) for name, part in self.heads.items()}
+        order = torch.arange(len(rows), device=self.device)
+        if len(rows) > self.chunk:
+            order = torch.randperm(len(rows), generator=chance, device=self.device)
+        chunks = -(-len(rows) // self.chunk)
+        shares = {
+            name: [math.ceil(chunks * self.plan.weight ** max(ahead - 1, 0)) for ahead in part.ahead]
+            for name, part in self.heads.items()
+        }
+        counts = {
+            name: [
+                weights[name][head, order[: share * self.chunk]].gt(0).sum().clamp(min=1)
+                for head, share in enumerate(shares[name])
+            ]
+            for name in self.heads
+        }
+        for number in range(chunks):
+            chosen = order[number * self.chunk : (number + 1) * self.chunk]
+            missing = self.chunk - len(chosen)  # a last chunk is filled up: one size is compiled once
+            chosen = F.pad(chosen, (0, missing))
+            aim = self._aim(hidden, rows[chosen])
             for name, part in self.heads.items():
-                weight = F.pad(weights[name][:, start : start + self.chunk], (0, missing))
                 for head in range(part.count):
-                    logits = self._logits(part, head, flat[name], chosen)
-                    losses = self._loss(logits, target, self.plan.hard)
-                    loss = (losses * weight[head]).sum() / counts[name][head]
+                    if number >= shares[name][head]:
+                        continue
+                    weight = weights[name][head, chosen]
+                    if missing:
+                        weight[-missing:] = 0.0
+                    places = self._behind(part, head, chosen)
+                    logits = self._logits(part, head, learnt[name].states[head, places])
+                    losses = self._loss(logits, *aim, self.plan.hard)
+                    loss = (losses * weight).sum() / counts[name][head]
+                    totals[name][head] += loss.detach() / weights[name][head].amax().clamp(min=1e-9)
+                    if isinstance(part, BlockHeads) and number == 0:
+                        doubts = learnt[name].doubts[head, places]
+                        loss = loss + self._doubt(part, head, logits, doubts, aim.best, weight > 0)
                     torch.autograd.backward(loss)
-                    totals[name][head] += loss.detach() / scales[name][head]
         return {name: total.tolist() for name, total in totals.items()}
 
-    def _states(self, part: Heads, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What one kind of heads computes for whole texts: products in bfloat16, all between them in float32."""
+    def _doubt(
+        self, part: BlockHeads, head: int, logits: torch.Tensor, doubts: torch.Tensor, best: torch.Tensor, counted: Any
+    ) -> torch.Tensor:
+        """The loss of the confidence: of guesses behind guesses that are right, whether they are."""
+        with torch.no_grad():
+            chances, tokens = logits.float().log_softmax(-1).topk(2)
+        sure = part.sure(head, doubts, feelings(chances))
+        right = (tokens[:, 0] == best).float()
+        lost = F.binary_cross_entropy_with_logits(sure, right, reduction="none")
+        mean: torch.Tensor = (lost * counted).sum() / counted.sum().clamp(min=1)
+        return mean
+
+    def _learnt(
+        self, part: Heads, target: _States, tokens: torch.Tensor, rows: torch.Tensor, chance: torch.Generator | None
+    ) -> _Learnt:
+        """What some heads compute for whole texts: products in bfloat16, all between them in float32."""
         with self._mixed():
-            return part.states(hidden.float(), self.ends.embed(tokens).float(), self.ends)
+            hidden, embedded = target.of(part).float(), self.ends.embed(tokens).float()
+            behind = rows - part.ahead[0]
+            if isinstance(part, BlockHeads):
+                forgotten = None
+                if chance is not None:
+                    forgotten = torch.rand(part.count, len(rows), generator=chance, device=self.device) < FORGOTTEN
+                return _Learnt(*part.states_at(hidden, embedded, behind, forgotten))
+            states = part.states(hidden, embedded, self.ends).flatten(1, 2)
+            return _Learnt(states[:, behind], states.new_zeros(part.count, 0))
 
     @torch.no_grad()
-    def _target(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The target's own logits at flat places."""
+    def _aim(self, hidden: torch.Tensor, chosen: torch.Tensor) -> _Aim:
+        """What the target itself says at flat places."""
         logits: torch.Tensor = self.ends.head(self.ends.norm(hidden.flatten(0, 1)[chosen]))
-        return logits
+        return _Aim(logits.float().softmax(-1).to(logits.dtype), logits.argmax(-1))
 
-    def _logits(self, part: Heads, head: int, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """One head's guesses at what the target says at flat places."""
-        places = (chosen - part.ahead[head]).clamp(min=0)
+    @staticmethod
+    def _behind(part: Heads, head: int, chosen: torch.Tensor) -> torch.Tensor:
+        """Among what was learnt, from where a head guesses what the target says at some places."""
+        return (chosen - (part.ahead[head] - part.ahead[0])).clamp(min=0)
+
+    def _logits(self, part: Heads, head: int, states: torch.Tensor) -> torch.Tensor:
+        """One head's guesses from states [places, width]."""
         with self._mixed():
-            return part.logits(flat[head, places][None], self.ends, head)[0]
+            return part.logits(states[None], self.ends, head)[0]
 
     def _note(self, losses: Mapping[str, list[float]]) -> None:
         for name, now in losses.items():
@@ -276,8 +347,11 @@ class Trainer:
         self.progress = Progress(**state["progress"])
 
     @torch.no_grad()
-    def accuracies(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-        """By name [heads, ranks]: how often each guess of each head is the target's own choice."""
+    def accuracies(self, texts: Sequence[Text], most: int = MEASURED) -> dict[str, torch.Tensor]:
+        """By name [heads, ranks]: how often each guess of each head is the target's own choice, at so many places.
+
+        A guess that depends on the one before is counted behind a right one.
+        """
         hits = {name: torch.zeros(part.count, RANKS, device=self.device) for name, part in self.heads.items()}
         counts = {name: torch.zeros(part.count, 1, device=self.device) for name, part in self.heads.items()}
         seen = 0
@@ -288,21 +362,63 @@ class Trainer:
             target = self._compute(there.tokens)
             rows, weights = self._places(there)
             for name, part in self.heads.items():
-                flat = self._states(part, target.of(part), there.tokens).flatten(1, 2)
-                for start in range(0, len(rows), self.chunk):
-                    chosen = rows[start : start + self.chunk]
-                    choice = self._target(target.final, chosen).argmax(-1, keepdim=True)
+                states = self._learnt(part, target, there.tokens, rows, None).states
+                for chosen in torch.split(torch.arange(len(rows), device=self.device), self.chunk):
+                    best = self._aim(target.final, rows[chosen]).best[:, None]
                     for head in range(part.count):
-                        counted = weights[name][head, start : start + self.chunk, None] > 0
-                        ranked = self._logits(part, head, flat, chosen).topk(RANKS).indices
-                        hits[name][head] += ((ranked == choice) & counted).sum(0)
+                        counted = weights[name][head, chosen, None] > 0
+                        ranked = self._logits(part, head, states[head, self._behind(part, head, chosen)]).topk(RANKS)
+                        hits[name][head] += ((ranked.indices == best) & counted).sum(0)
                         counts[name][head] += counted.sum()
             seen += len(rows)
-            if seen >= MEASURED:
+            if seen >= most:
                 break
         for part in self.heads.values():
             part.train()
         return {name: (hits[name] / counts[name].clamp(min=1)).cpu() for name in self.heads}
+
+    @torch.no_grad()
+    def confidence(self, name: str, texts: Sequence[Text]) -> list[list[float]]:
+        """[ten bins] how many guesses say that they survive with such a chance, what they say, and how many do.
+
+        What they say is a mean; how many do, a share. Guesses are those along the likeliest path; one survives where it
+        and all before it are the target's choice.
+        """
+        part = self.heads[name]
+        assert isinstance(part, BlockHeads)
+        sums = torch.zeros(3, 10, dtype=torch.float64, device=self.device)
+        seen = 0
+        part.eval()
+        for batch in batches(texts, self.plan.tokens, random.Random(0)):
+            there = batch.to(self.device)
+            target = self._compute(there.tokens)
+            rows, weights = self._places(there)
+            learnt = self._learnt(part, target, there.tokens, rows, None)
+            sure, right = torch.zeros(2, part.count, len(rows), device=self.device)
+            counted = torch.zeros(part.count, len(rows), dtype=torch.bool, device=self.device)
+            for chosen in torch.split(torch.arange(len(rows), device=self.device), self.chunk):
+                best = self._aim(target.final, rows[chosen]).best
+                for head in range(part.count):
+                    places = self._behind(part, head, chosen)
+                    logits = self._logits(part, head, learnt.states[head, places])
+                    chances, tokens = logits.float().log_softmax(-1).topk(2)
+                    real = weights[name][head, chosen] > 0
+                    said = F.logsigmoid(part.sure(head, learnt.doubts[head, places], feelings(chances)))
+                    sure[head, places[real]] = said[real]
+                    right[head, places[real]] = (tokens[:, 0] == best).float()[real]
+                    counted[head, places[real]] = True
+            counted = counted.cumprod(0).bool()
+            said, survived = sure.cumsum(0).exp()[counted].double(), right.cumprod(0)[counted].double()
+            bins = (said * 10).long().clamp(max=9)
+            for line, values in enumerate((torch.ones_like(said), said, survived)):
+                sums[line].index_add_(0, bins, values)
+            seen += len(rows)
+            if seen >= MEASURED:
+                break
+        part.train()
+        count = sums[0].clamp(min=1)
+        found: list[list[float]] = torch.stack([sums[0], sums[1] / count, sums[2] / count], 1).tolist()
+        return found
 
     @torch.no_grad()
     def calibration(self, part: ExitHeads, texts: Sequence[Text]) -> list[list[list[int]]]:
@@ -317,7 +433,7 @@ class Trainer:
             read = target.of(part).flatten(1, 2)
             for start in range(0, len(rows), self.chunk):
                 chosen = rows[start : start + self.chunk]
-                choice = self._target(target.final, chosen).argmax(-1)
+                choice = self._aim(target.final, chosen).best
                 for place in range(part.count):
                     with self._mixed():
                         logits = part.probe(place, read[place, chosen].float(), self.ends)
@@ -332,6 +448,24 @@ class Trainer:
         return found
 
 
+class _Learnt(NamedTuple):
+    """What some heads compute behind the places where they learn."""
+
+    states: torch.Tensor  # [heads, places, width] what the output head reads
+    doubts: torch.Tensor  # [heads, places] what it says of the confidence, if they have one
+
+    def leaves(self) -> _Learnt:
+        """The same, for gradients to be left at."""
+        return _Learnt(*(part.detach().requires_grad_() for part in self))
+
+
+class _Aim(NamedTuple):
+    """What the target says at some places."""
+
+    chances: torch.Tensor  # [places, vocabulary]
+    best: torch.Tensor  # [places]
+
+
 class _States(NamedTuple):
     """The target's hidden states of whole texts [texts, length, width]."""
 
@@ -343,13 +477,13 @@ class _States(NamedTuple):
         return torch.stack([self.behind[layer] for layer in part.reads]) if part.reads else self.final
 
 
-def _loss(logits: torch.Tensor, target: torch.Tensor, hard: float) -> torch.Tensor:
+def _loss(logits: torch.Tensor, chances: torch.Tensor, best: torch.Tensor, hard: float) -> torch.Tensor:
     """[places] cross-entropy to the target's distribution, `hard` of it to its best token alone."""
-    logits, target = logits.float(), target.float()
+    logits = logits.float()
     normal = logits.logsumexp(-1)
-    loss = normal - (target.softmax(-1) * logits).sum(-1)
+    loss = normal - (chances.float() * logits).sum(-1)
     if hard:
-        choice = logits.gather(-1, target.argmax(-1, keepdim=True)).squeeze(-1)
+        choice = logits.gather(-1, best[:, None]).squeeze(-1)
         loss = (1 - hard) * loss + hard * (normal - choice)
     return loss
 

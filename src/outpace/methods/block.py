@@ -1,0 +1,16 @@
+"""Block: several tokens drafted in one pass, from the target's states behind several of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .headed import Headed
+
+
+@dataclass(frozen=True)
+class Block(Headed):
+    """Drafts with heads of the kind `block`. For the settings see Headed."""
+
+    name = "block"
+    about = "trained layers guess several tokens in one pass, and say how sure they are"
+    kind = "block"
