@@ -277,7 +277,7 @@ def memory(arguments: argparse.Namespace) -> bool:
         pool.forget_all()
         lost = held + pool.used
     (records,) = done
-    later = [size for moment, size in sizes if moment > arguments.settled * seconds]
+    later = [size for moment, size in sizes if arguments.settled * seconds < moment < seconds]  # under load
     middle = statistics.median(later)
     worst = max(abs(size / middle - 1) for size in later)
     wrong = [record[5] for record in records if record[5] not in (None, "left")]

@@ -21,7 +21,7 @@ from outpace.runtime.graphs import GraphEngine
 from outpace.serve import streams
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
-from outpace.serve.tools import Calls, Found
+from outpace.serve.tools import BareCalls, Calls, Found
 from outpace.serve.warming import SAMPLINGS, warm
 
 from .serving import Running, new_decoder, running
@@ -748,3 +748,66 @@ def test_calls_are_found_however_the_text_is_cut(answer: str, size: int) -> None
         assert found == [("f", '{"a": 1}')]
     if answer is ANSWERS[3]:
         assert found == [("f", '{"a": 1')]
+
+
+BARE = [
+    ('{"name": "f", "parameters": {"a": [1, {"b": "}"}]}}', "", [("f", '{"a": [1, {"b": "}"}]}')]),
+    (' [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "", None),
+    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", None),
+    ('{"name": "Ann", "age": 3} is JSON', '{"name": "Ann", "age": 3} is JSON', []),
+    ("[1, 2] is a list", "[1, 2] is a list", []),
+    ('I call {"name": "f"}', 'I call {"name": "f"}', []),
+    ('{"name": "f", "parameters": {"a": 1', "", [("f", '{"a": 1')]),
+    ("<|pyt", "<|pyt", []),
+]
+
+
+@pytest.mark.parametrize(("answer", "text", "expected"), BARE)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_without_marks_are_found(answer: str, text: str, expected: Any, size: int) -> None:
+    """As with Llama's and Mistral's templates."""
+    calls, said, found = BareCalls(["f", "g"]), "", list[list[str]]()
+    pieces: list[Found] = []
+    for start in range(0, len(answer), size):
+        pieces += calls.push(answer[start : start + size])
+    for piece in [*pieces, *calls.finish()]:
+        if piece.call is None:
+            said += piece.text
+        elif piece.name is not None:
+            found.append([piece.name, piece.arguments])
+        else:
+            found[piece.call][1] += piece.arguments
+    assert said == text
+    assert [tuple(call) for call in found] == ([("f", '{"a": 1}'), ("g", "{}")] if expected is None else expected)
+
+
+LLAMA = "{# <|python_tag|> #}{% if tools %}{{ tools | tojson }}{% endif %}"
+MISTRAL = "{# [TOOL_CALLS] #}{% if tools %}{{ tools | tojson }}{% endif %}"
+LOOP = (
+    "{% for m in messages %}[{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.id }} {{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [LLAMA, MISTRAL])
+def test_a_tool_is_called_as_the_template_has_it(server: Running, template: str) -> None:
+    tokenizer = server.service.decoder.tokenizer
+    before, tokenizer.chat_template = tokenizer.chat_template, template + LOOP
+    try:
+        answer = server.chat(tools=[TOOL], tool_choice="required", max_tokens=150).json()["choices"][0]
+        called = {"id": "call_1", "function": {"name": "tell", "arguments": '{"age": 3}'}}
+        messages = [
+            {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+        ]
+        tokens = server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        shown = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    finally:
+        tokenizer.chat_template = before
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "tell"
+    assert set(json.loads(call["function"]["arguments"])) == {"name", "age"}
+    first, second = re.findall(r"[: ](\w+) \{\"age\": 3\}.*?(\w+)\]$", shown)[0]
+    assert first == second.removeprefix("3")
+    assert len(first) == (9 if template is MISTRAL else 6)

@@ -15,7 +15,7 @@ from .pieces import figures, likely, new_id, trace
 from .prompts import chat_tokens, text_of
 from .service import Reply, Service
 from .streams import Event, Form
-from .tools import Calls, Found, forced
+from .tools import Found, finder, forced, style_of
 from .worker import Order
 
 
@@ -26,7 +26,7 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Fault("top_logprobs needs logprobs: true.", param="top_logprobs")
     tools, must = chosen_tools(asked.tools, asked.tool_choice)
-    grammar = grammar_of(asked.response_format) if must is None else forced(must)
+    grammar = grammar_of(asked.response_format) if must is None else forced(must, style(service))
     samplings = service.samplings_of(asked, asked.n or 1)
     settings = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
@@ -49,6 +49,16 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
         return found
 
     return await service.off_loop(prepare)
+
+
+def style(service: Service) -> str:
+    """How the model writes calls of tools."""
+    return style_of(str(getattr(service.decoder.tokenizer, "chat_template", None)))
+
+
+def callable_tools(asked: ChatRequest) -> list[str]:
+    """The names of the tools that an answer may call."""
+    return [] if asked.tool_choice == "none" else [tool.function.name for tool in asked.tools or ()]
 
 
 def begun(decoder: Any, grammar: Grammar, length: int, asked: Any) -> Any:
@@ -93,12 +103,13 @@ def chosen_tools(
 class Choice:
     """One text of an answer, as it comes."""
 
-    def __init__(self, has_tools: bool) -> None:
+    def __init__(self, service: Service, tools: Sequence[str] = ()) -> None:
+        """Calls of these tools are found in it."""
         self.text = ""
         self.finish: str | None = None
         self.calls: list[dict[str, Any]] = []
-        self.finds_calls = has_tools
-        self._found = Calls() if has_tools else None
+        self.finds_calls = bool(tools)
+        self._found = finder(style(service), tools) if tools else None
 
     def take(self, step: Step) -> list[dict[str, Any]]:
         """What is new, as deltas."""
@@ -136,7 +147,7 @@ class Choice:
 async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, Any]:
     """The answer at once."""
     orders, created = await orders_of(service, asked, salt), int(time())
-    choices = [Choice(bool(asked.tools) and asked.tool_choice != "none") for _ in orders]
+    choices = [Choice(service, callable_tools(asked)) for _ in orders]
     steps: list[list[Step]] = [[] for _ in orders]
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
@@ -165,7 +176,7 @@ async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, An
 async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGenerator[Event, None]:
     """The answer as it comes."""
     orders, name = await orders_of(service, asked, salt), new_id("chatcmpl-")
-    choices = [Choice(bool(asked.tools) and asked.tool_choice != "none") for _ in orders]
+    choices = [Choice(service, callable_tools(asked)) for _ in orders]
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = {"id": name, "object": "chat.completion.chunk", "created": int(time()), "model": service.name}
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 from ..decoder import Decoder
 from ..errors import OutpaceError
 from .faults import Fault
 from .fields import Message, Part
-from .tools import BEGIN, END, described
+from .tools import BEGIN, END, described, style_of
 
 
 def chat_tokens(
@@ -20,7 +22,7 @@ def chat_tokens(
     if not template:
         raise Fault("this model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template")
     knows = "tools" in str(template)
-    chat = [_plain(message, knows) for message in messages]
+    chat = [_plain(message, knows, style_of(str(template))) for message in messages]
     given: dict[str, Any] = {"tools": list(tools)} if tools and knows else {}
     if tools and not knows:
         first = chat[0] if chat[0]["role"] == "system" else {"role": "system", "content": ""}
@@ -62,14 +64,21 @@ def text_of(content: str | Sequence[Part] | None, param: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _plain(message: Message, knows_tools: bool) -> dict[str, Any]:
+def _plain(message: Message, knows_tools: bool, style: str) -> dict[str, Any]:
     """A message as templates read it. One that knows no tools sees calls and their results as text."""
     role = "system" if message.role == "developer" else message.role
     text = text_of(message.content, "messages")
     found: dict[str, Any] = {"role": role, "content": text}
     calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
     if calls and knows_tools:
-        found["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        found["tool_calls"] = [
+            {
+                "type": "function",
+                "id": _call_id(asked.id, style),
+                "function": {**call, "arguments": _as_object(call["arguments"])},
+            }
+            for asked, call in zip(message.tool_calls or (), calls, strict=True)
+        ]
     elif calls:
         written = [
             f'{BEGIN}\n{{"name": "{call["name"]}", "arguments": {call["arguments"] or "{}"}}}\n{END}' for call in calls
@@ -77,6 +86,21 @@ def _plain(message: Message, knows_tools: bool) -> dict[str, Any]:
         found["content"] = "\n".join([*([text] if text else []), *written])
     if role == "tool" and not knows_tools:
         found = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    if role == "tool" and knows_tools and message.tool_call_id is not None:
+        found["tool_call_id"] = _call_id(message.tool_call_id, style)
     if message.name is not None:
         found["name"] = message.name
     return found
+
+
+def _as_object(arguments: str) -> Any:
+    """What templates write as JSON themselves; a text that is no JSON stays one."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
+def _call_id(name: str, style: str) -> str:
+    """The name of a call. Mistral's templates want nine letters or digits."""
+    return sha256(name.encode()).hexdigest()[:9] if style == "mistral" else name

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from time import time
 from typing import Any
 
-from .chat import Choice, orders_of
+from .chat import Choice, callable_tools, orders_of
 from .faults import Fault
 from .fields import (
     Call,
@@ -150,8 +150,9 @@ def _usage(reply: Reply) -> dict[str, Any]:
 
 async def whole(service: Service, asked: ResponsesRequest, salt: str) -> dict[str, Any]:
     """The answer at once."""
-    orders = await orders_of(service, as_chat(asked), salt)
-    shape, choice = _Shape(service, asked), Choice(bool(asked.tools) and asked.tool_choice != "none")
+    chat = as_chat(asked)
+    orders = await orders_of(service, chat, salt)
+    shape, choice = _Shape(service, asked), Choice(service, callable_tools(chat))
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
             for _, step in batch:
@@ -163,8 +164,9 @@ async def streamed(
     service: Service, asked: ResponsesRequest, salt: str
 ) -> AsyncGenerator[tuple[str | None, Any], None]:
     """The answer as it comes, by events with names and numbers."""
-    orders = await orders_of(service, as_chat(asked), salt)
-    shape, choice = _Shape(service, asked), Choice(bool(asked.tools) and asked.tool_choice != "none")
+    chat = as_chat(asked)
+    orders = await orders_of(service, chat, salt)
+    shape, choice = _Shape(service, asked), Choice(service, callable_tools(chat))
     number = -1
     items: list[str | int] = []  # the answer's items as they begin: "message", or the number of a call
 

@@ -1,19 +1,21 @@
 """Calls of tools: how the model is told of them, made to call one, and how a call is found in its text.
 
-A call is a JSON object with `name` and `arguments` between <tool_call> and </tool_call>, as Hermes, Qwen and SmolLM
-write it.
+A call is a JSON object with a name and arguments. Hermes, Qwen and SmolLM write it between <tool_call> and
+</tool_call>. With Llama's and Mistral's templates the whole answer is a call, or a list of them: the tokens that mark
+it are special ones, which texts do not have.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..grammar import Grammar
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # of Mistral and Llama, where a tokenizer shows them
 _ARGUMENTS = ("arguments", "parameters")
 _ABOUT = """You may call functions. They are listed as JSON between <tools> and </tools>:
 <tools>
@@ -30,25 +32,37 @@ def described(tools: Sequence[dict[str, Any]]) -> str:
     return _ABOUT.format(tools="\n".join(json.dumps(tool) for tool in tools))
 
 
-def forced(tools: Sequence[dict[str, Any]]) -> Grammar:
+def style_of(template: str) -> str:
+    """How a model writes calls, by its chat template: hermes, llama or mistral."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    return "llama" if "<|python_tag|>" in template else "hermes"
+
+
+def forced(tools: Sequence[dict[str, Any]], style: str = "hermes") -> Grammar:
     """An answer that is a call of one of these."""
+    key = "parameters" if style == "llama" else "arguments"
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                key: tool["function"].get("parameters") or {"type": "object"},
             },
-            "required": ["name", "arguments"],
+            "required": ["name", key],
             "additionalProperties": False,
         }
         for tool in tools
     ]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return Grammar.lark(
-        f'start: "{BEGIN}\\n" call "\\n{END}"\ncall: %json {json.dumps({**schema, "x-guidance": style})}\n'
-    )
+    written = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    start = {"llama": "call", "mistral": '"[" call "]"'}.get(style, f'"{BEGIN}\\n" call "\\n{END}"')
+    return Grammar.lark(f"start: {start}\ncall: %json {json.dumps({**schema, 'x-guidance': written})}\n")
+
+
+def finder(style: str, tools: Sequence[str]) -> Calls | BareCalls:
+    """What finds calls of these tools in an answer."""
+    return Calls() if style == "hermes" else BareCalls(tools)
 
 
 @dataclass(frozen=True)
@@ -123,12 +137,78 @@ class Calls:
         return [Found(f"{BEGIN}{call.text}{END}")] if call.number is None else []  # it was none
 
 
+class BareCalls:
+    """The same where the whole answer is a call, or a list of them. An object that names no tool is text.
+
+    >>> BareCalls(["f"]).push('{"name": "f", "parameters": {"a": 1}}')
+    [Found(text='', call=0, name='f', arguments=''), Found(text='', call=0, name=None, arguments='{"a": 1}')]
+    """
+
+    def __init__(self, tools: Collection[str]) -> None:
+        self.count = 0
+        self._tools = tools
+        self._held = ""  # of which it is not known what it is
+        self._call: _Call | None = None
+        self._is_text = False
+
+    def push(self, text: str) -> list[Found]:
+        """More of the answer."""
+        found: list[Found] = []
+        for letter in text:
+            found += self._letter(letter)
+        return _merged(found)
+
+    def finish(self) -> list[Found]:
+        """The answer has ended. A call that was cut off stays as far as it went; what is no call is text."""
+        return self._text() if self._held and not self._is_text else []
+
+    def _letter(self, letter: str) -> list[Found]:
+        if self._is_text:
+            return [Found(letter)]
+        self._held += letter
+        if self._call is None:
+            begun = self._held.lstrip(" \n\t,;]" if self.count else " \n\t")
+            for mark in MARKS:
+                begun = begun.removeprefix(mark).lstrip()
+            begun = begun.removeprefix("[").lstrip()
+            if begun.startswith("{"):
+                self._call = _Call()
+            elif begun and not any(mark.startswith((f"[{begun}", begun)) for mark in MARKS):
+                return self._text()
+            else:
+                return []
+        arguments, found = self._call.push(letter), list[Found]()
+        if self._call.number is None and self._call.name is not None:
+            if self._call.name not in self._tools:
+                return self._text()
+            self._call.number, self._held = self.count, ""
+            self.count += 1
+            found.append(Found(call=self._call.number, name=self._call.name))
+        if arguments:
+            found.append(Found(call=self._call.number, arguments=arguments))
+        if self._call.ended:
+            if self._call.number is None:
+                return self._text()
+            self._call, self._held = None, ""
+        return found
+
+    def _text(self) -> list[Found]:
+        """What is held is text, and so is what follows."""
+        if self._call is not None and self._call.number is not None:
+            return []  # a call that was cut off
+        self._is_text = True
+        held = self._held.strip(" \n\t,;]") if self.count else self._held
+        return [Found(held)] if held else []
+
+
 def _merged(found: Sequence[Found]) -> list[Found]:
-    """Neighbouring pieces of text as one."""
+    """Neighbouring pieces of text as one, and of the arguments of one call."""
     merged: list[Found] = []
     for piece in found:
         if merged and piece.call is None and merged[-1].call is None:
             merged[-1] = Found(merged[-1].text + piece.text)
+        elif merged and piece.call == merged[-1].call and piece.name is None and merged[-1].name is None:
+            merged[-1] = Found(call=piece.call, arguments=merged[-1].arguments + piece.arguments)
         else:
             merged.append(piece)
     return merged
@@ -148,6 +228,11 @@ class _Call:
         self._word = ""  # the text that was read last
         self._behind = False  # the colon
         self._waiting = ""  # arguments that came before the name
+
+    @property
+    def ended(self) -> bool:
+        """Whether the object is whole."""
+        return self._depth == 0 and bool(self.text.strip())
 
     def push(self, text: str) -> str:
         """More of the object; new arguments, once the name is known."""
