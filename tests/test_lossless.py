@@ -12,11 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outpace
-from outpace import Autoregressive, Decoder, DraftModel, Jacobi, Lookahead, Method, PromptLookup, Sampling
+from outpace import (
+    AdaDecode,
+    Amphista,
+    Auto,
+    Autoregressive,
+    Decoder,
+    DraftModel,
+    Hydra,
+    Jacobi,
+    Lookahead,
+    Medusa,
+    Method,
+    PromptLookup,
+    Sampling,
+    SelfSpeculative,
+)
 from outpace.models.toy import Bigram
 
 from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, mostly_slow, tiny, tiny_chain
 from .statistics import chi_square_fits
+from .test_heads import random_heads
 
 PLAIN = Autoregressive()
 METHODS: dict[str, Method] = {
@@ -28,6 +44,24 @@ METHODS: dict[str, Method] = {
     "lookahead as published": Lookahead(window=4, ngram=4, guesses=4, published=True),
     "lookahead without the text": Lookahead(window=6, ngram=3, prompt_pool=False),
 }
+
+
+def methods_for(name: str) -> dict[str, Method]:
+    """All of them for one model: with random heads, which guess wrong, and with exits by its own output head."""
+    model = tiny(name)
+    return {
+        **METHODS,
+        "draft": DraftModel(model=tiny(name, seed=5), length=3),
+        "medusa": Medusa(heads=random_heads("medusa", model), rows=8),
+        "hydra": Hydra(heads=random_heads("hydra", model), rows=8),
+        "amphista": Amphista(heads=random_heads("amphista", model), rows=8),
+        "auto": Auto(heads=random_heads("amphista", model), rows=8),
+        "exits": AdaDecode("original", exits="1, 3", control="fixed", gamma=0.2),
+        "exits in a tree": AdaDecode("original", exits="2", control="tree", rows=8),
+        "self-speculative": SelfSpeculative(exit=2, length=3),
+    }
+
+
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "GPTNeoX", "GPT2", "OPT", "Mixtral"]
 
 
@@ -56,7 +90,7 @@ def test_greedy_equals_plain_and_transformers(name: str) -> None:
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
         expected = theirs[0, len(prompt) :].tolist()
         assert write(decoder, PLAIN, prompt, Sampling(), 16) == expected
-        for label, method in [*METHODS.items(), ("draft", DraftModel(model=tiny(name, seed=5), length=3))]:
+        for label, method in methods_for(name).items():
             assert write(decoder, method, prompt, Sampling(), 16) == expected, label
 
 
@@ -67,7 +101,7 @@ def test_the_same_seed_gives_the_same_text(name: str) -> None:
     for seed in range(3):
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=seed)
         expected = write(decoder, PLAIN, prompt, sampling, 14)
-        for label, method in [*METHODS.items(), ("draft", DraftModel(model=tiny(name, seed=5), length=3))]:
+        for label, method in methods_for(name).items():
             assert write(decoder, method, prompt, sampling, 14) == expected, label
     assert write(decoder, PLAIN, prompt, Sampling(temperature=0.8, top_p=0.95, seed=77), 14) != expected
 
@@ -145,7 +179,7 @@ def test_the_end_of_the_context_changes_nothing() -> None:
         prompt = prompt_of(2, 136)
         expected = write(decoder, PLAIN, prompt, Sampling(), length=1000)
         assert len(expected) == CONTEXT - len(prompt)
-        for label, method in [*METHODS.items(), ("draft", DraftModel(model=tiny(name, seed=5), length=3))]:
+        for label, method in methods_for(name).items():
             assert write(decoder, method, prompt, Sampling(), length=1000) == expected, label
 
 

@@ -17,7 +17,7 @@ ROOT = Path(outpace.__file__).parent
 # A module may import from its own level's package and from the levels before it.
 LEVELS = [
     ["errors", "draft"],
-    ["files"],
+    ["files", "limits", "machine"],
     ["picking", "pool", "report", "sending"],
     ["models"],
     ["step"],

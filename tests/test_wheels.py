@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -65,24 +67,68 @@ def test_a_source_archive_gives_the_same_wheel(wheels: dict[str, Path], name: st
     assert names_in(pip_wheel(archive, tmp_path)) == names_in(wheels[name])
 
 
+class Environment:
+    """A virtual environment where nothing of this checkout is. What the wheels depend on is lent: torch takes long."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.place = home, home / "environment"
+        venv.create(self.place, with_pip=False)
+        self.python = str(self.place / "bin" / "python")
+        self.packages = Path(sysconfig.get_path("purelib", vars={"base": str(self.place)}))
+        (self.packages / "lent.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read
+
+    def install(self, *what: str, cwd: Path | None = None) -> None:
+        options = ["--quiet", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*PIP, "--python", self.python, "install", *options, *what], check=True, cwd=cwd)
+
+    def run(self, *command: str, cwd: Path | None = None) -> str:
+        bare = {"PATH": f"{self.place / 'bin'}:/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home())}
+        done = subprocess.run(command, env=bare, cwd=cwd or self.home, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+
 def test_both_work_in_an_environment_of_their_own(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """Installed by pip, where nothing of this checkout is; what they depend on is lent, because torch takes minutes."""
-    place = tmp_path / "environment"
-    venv.create(place, with_pip=False)
-    python = str(place / "bin" / "python")
-    subprocess.run(
-        [*PIP, "--python", python, "install", "--quiet", "--no-deps", *map(str, wheels.values())], check=True
-    )
-    packages = sysconfig.get_path("purelib", vars={"base": str(place)})
-    (Path(packages) / "lent.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read
+    there = Environment(tmp_path)
+    there.install(*map(str, wheels.values()))
+    assert there.run("outpace", "--version") == f"outpace {outpace.__version__}\n"
+    found = there.run("python", "-c", "from outpace.heads.shipped import of_kind; print(*of_kind('amphista'))").strip()
+    assert found == str(there.packages / "outpace_smollm2" / "trained" / "smollm2-135m" / "amphista")
 
-    def run(*command: str) -> str:
-        bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-        return subprocess.run(command, check=True, env=bare, cwd=tmp_path, capture_output=True, text=True).stdout
 
-    assert run(str(place / "bin" / "outpace"), "--version") == f"outpace {outpace.__version__}\n"
-    found = run(python, "-c", "from outpace.heads.shipped import of_kind; print(*of_kind('amphista'))").strip()
-    assert found == str(Path(packages) / "outpace_smollm2" / "trained" / "smollm2-135m" / "amphista")
+@pytest.mark.slow
+@pytest.mark.embedded
+def test_the_commands_of_the_readme_work_one_after_the_other(tmp_path: Path) -> None:
+    """All of them: those that want a GPU or a model folder are asked for their help; the server is stopped again."""
+    there, text = Environment(tmp_path), (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    inline = re.findall(r"`((?:pip|outpace) [^`]+)`", text)
+    commands = [part.split("  #")[0].strip() for line in [*lines, *inline] for part in line.split("&&")]
+    assert len(commands) > 8
+    for command in sorted(commands, key=lambda command: not command.startswith("pip")):
+        words = shlex.split(command, comments=True)
+        if words[0] == "pip":
+            there.install(*words[2:], cwd=ROOT) if "torch" not in words else None
+        elif words == ["make", "test"]:
+            continue  # this is it
+        elif words == ["make", "demo"]:
+            there.run("make", "-C", str(ROOT), "demo", "READY=", f"BIN={there.place / 'bin'}")
+        elif words[:2] == ["outpace", "serve"]:
+            _serve_and_stop(there, words)
+        elif words[0] == "outpace":
+            there.run(*words, *(["--help"] if len(words) == 2 else []))  # a command that is only named
+        else:
+            assert words[0] == "python", command
+            there.run(*words[:3], "--help", cwd=ROOT)
+
+
+def _serve_and_stop(there: Environment, words: list[str]) -> None:
+    command = [str(there.place / "bin" / "outpace"), *words[1:], "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert "is ready at http" in server.stdout.readline()
+        server.terminate()
+    assert server.returncode == 0
 
 
 def test_a_package_whose_heads_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,12 @@ from .text import TextStream
 from .trace import settings_of
 
 
-def numbers(run: Result) -> str:
-    """A run in one line."""
-    return (
-        f"{run.new_tokens} tokens, {run.steps} steps, {run.tokens_per_step:.2f} tokens a step, "
-        f"{run.tokens_per_second:.1f} tokens/s"
-    )
+def numbers(run: Result, apart: bool = False) -> str:
+    """A run in one line; with `apart`, the time to the first token is not counted in its speed."""
+    counts = f"{run.new_tokens} tokens, {run.steps} steps, {run.tokens_per_step:.2f} tokens a step, "
+    if not apart or run.seconds_to_first_token is None:
+        return f"{counts}{run.tokens_per_second:.1f} tokens/s"
+    return f"{counts}{run.decoding_tokens_per_second:.1f} tokens/s, the first after {run.seconds_to_first_token:.1f} s"
 
 
 def forecast(run: Result) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeAlias
 
+import typer
 from rich.console import Console
 from rich.progress import Progress
 
@@ -15,6 +18,7 @@ from .bench.calibration import Look
 from .board import table_of, times
 from .decoder import Decoder
 from .errors import InputError
+from .files import write_bytes_whole
 from .receipt import Receipt
 from .runtime.costs import CostCurve
 
@@ -28,9 +32,28 @@ _PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#
 def progress_bar(what: str, shown: bool = True) -> Iterator[Callable[..., None]]:
     """A bar on standard error; the function it gives is told which share is finished, and maybe what to write."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+    if shown and not console.is_terminal:
+        yield _Lines(what)
+        return
+    with Progress(console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda share, text=what: progress.update(task, completed=share, description=text)
+
+
+class _Lines:
+    """Progress where there is no terminal: a line now and then, so that a log shows that something happens."""
+
+    EVERY = 30.0  # seconds
+
+    def __init__(self, what: str, clock: Callable[[], float] = monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._last = clock()
+
+    def __call__(self, share: float, text: str | None = None) -> None:
+        now = self._clock()
+        if now - self._last >= self.EVERY:
+            self._last = now
+            typer.echo(f"{share:.0%} {self._what if text is None else text}", err=True)
 
 
 def print_accuracies(console: Console, accuracies: Mapping[str, Sequence[Sequence[float]]]) -> None:
@@ -283,11 +306,10 @@ def _figure(path: Path, panels: int) -> Iterator[tuple[Any, Sequence[Any]]]:
 
     figure, axes = plt.subplots(1, panels, figsize=(6 * panels, 4), layout="constrained", squeeze=False)
     yield figure, axes[0]
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror}.") from error
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix("."))
     plt.close(figure)
+    write_bytes_whole(path, drawn.getvalue())
 
 
 def _ms(seconds: float) -> str:

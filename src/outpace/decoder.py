@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import index
 from os import PathLike
 from time import perf_counter
@@ -19,6 +19,7 @@ from .hints import Prediction
 from .loop import Extras, Hint, decode
 from .methods import DEFAULT, Method, make
 from .models.adapter import Model
+from .models.adapters import adapters_of, base_of, stamp_of
 from .models.defaults import Defaults
 from .models.hf import HFModel
 from .models.loading import load as load_model
@@ -176,7 +177,10 @@ _JSON = (
 
 
 class Decoder:
-    """A model and a tokenizer, ready to write. It takes the model as it is now.
+    """A model and a tokenizer, ready to write. It takes the model as it is now; a PeftModel with its adapters.
+
+    The last text's KV cache is kept, so that a chat's next turn reads only what is new. `forget` gives it back. Weights
+    that are trained on and adapters that are switched are noticed (but not what is written through `.data`: `forget`).
 
     Threads may share it: they take turns, step by step, so each text is what it is alone. A stream that is left open
     keeps nobody waiting. Only the code that a step calls (a logits processor) may not ask it for another text.
@@ -189,6 +193,8 @@ class Decoder:
         >>> decoder = outpace.load("smollm2-135m", method="lookahead")  # doctest: +SKIP
         >>> decoder.generate("Why is the sky blue?").text  # doctest: +SKIP
     """
+
+    _grows = True  # whether a text may go on from the last one
 
     def __init__(
         self,
@@ -205,13 +211,41 @@ class Decoder:
             raise InputError(
                 f"{type(model).__name__} is no model: give a loaded transformers model, or use outpace.load."
             )
-        adapted: Model = HFModel(model) if hasattr(model, "config") else model
-        self.engine = engine_for(adapted, runtime, exact, memory=memory)
-        self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
+        self._given = model = base_of(model)
+        self._runtime = partial(engine_for, runtime=runtime, exact=exact, memory=memory)
+        self._take_model()
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
-        self._defaults = Defaults(model, self.ends, adapted.device)
+        self._defaults = Defaults(model, self.ends, self.model.device)
         self.method = self.prepare(method or DEFAULT, **settings)
+
+    def _take_model(self) -> None:
+        """Make the engine, of the model as it is now."""
+        ours = hasattr(self._given, "config")
+        self._adapters = adapters_of(self._given) if ours else ()
+        self._stamp = 0
+        self.engine = self._runtime(HFModel(self._given) if ours else self._given)
+        self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
+
+    def _follow(self) -> None:
+        """Take the model anew if adapters were switched on or off; forget what was computed with other weights."""
+        if not hasattr(self._given, "config"):
+            return
+        if adapters_of(self._given) != self._adapters:
+            if not self._grows:
+                raise InputError("the model's adapters were switched. Make a new Decoder of it, on all ranks.")
+            del self.engine  # its memory is needed
+            self._take_model()
+        stamp = stamp_of(self._given)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            with self.engine.turns:
+                self.engine.pool.forget_all()
+
+    def forget(self) -> None:
+        """Give back the KV cache of the last text, which is kept for the next turn of a chat."""
+        with self.engine.turns:
+            self.engine.pool.forget_all()
 
     @property
     def _cpu(self) -> bool:
@@ -325,7 +359,7 @@ class Decoder:
         options = settled(options)
         if n is not None or is_batch(prompt):
             return self._batch_of(prompt, n, options)
-        request, text = self._request(prompt, **options)
+        request, text = self.request(prompt, **options)
         return self._stream(request, text)
 
     def batch(self, most: int = MOST) -> Batch:
@@ -350,6 +384,7 @@ class Decoder:
         prediction: str | Sequence[int] | None = None,
         salt: str = "",
     ) -> tuple[Request, TextStream | None]:
+        self._follow()
         tokens = self.encode(prompt, raw)
         limit = self._limit(len(tokens), max_new_tokens)
         stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -392,7 +427,7 @@ class Decoder:
         return self._defaults.apply(sampling, tokens, max_new_tokens)
 
     def _stream(self, request: Request, text: TextStream | None) -> Iterator[Step]:
-        with closing(decode(*request)) as steps:
+        with closing(decode(*request, grows=self._grows)) as steps:
             for step in steps:
                 yield with_text(step, text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,28 @@ from .errors import InputError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    half = path.with_name(path.name + ".part")
+    """Write a file, whole or not at all. A device or a pipe is written to as it is, not replaced."""
+    write_bytes_whole(path, text.encode())
+
+
+def write_bytes_whole(path: Path, data: bytes) -> None:
+    """The same for bytes."""
+    half: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
+        place = path.resolve()  # a link stays one
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists() and not place.is_file():
+            with place.open("wb") as file:
+                file.write(data)
+            return
+        half = place.with_name(place.name + ".part")
+        half.write_bytes(data)
+        half.replace(place)
     except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror}.") from error
+        if half is not None:
+            with suppress(OSError):
+                half.unlink(missing_ok=True)
+        raise InputError(f"{path} could not be written: {error.strerror or error}.") from error
 
 
 def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:

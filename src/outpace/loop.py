@@ -54,9 +54,13 @@ def decode(
     stop: Stop,
     limit: int | None = None,
     extras: Extras = PLAINLY,
+    grows: bool = False,
 ) -> Generator[Step, None, None]:
-    """Write on from `prompt` until `stop` says so, step by step. Other texts may take steps between."""
-    text = engine.turns.begin(write(engine, method, prompt, sampling, stop, limit, extras))
+    """Write on from `prompt` until `stop` says so, step by step. Other texts may take steps between.
+
+    Where it `grows`, the next one may go on from it, and it from the last one, without reading that again.
+    """
+    text = engine.turns.begin(write(engine, method, prompt, sampling, stop, limit, extras, grows=grows))
     try:
         while True:
             with engine.turns:
@@ -85,6 +89,7 @@ def write(
     limit: int | None = None,
     extras: Extras = PLAINLY,
     share: bool = False,
+    grows: bool = False,
 ) -> Text:
     """The loop for one text. Its work may be done alone, or together with other texts'.
 
@@ -93,12 +98,13 @@ def write(
     """
     picker = Picker(sampling, len(prompt) - extras.written)
     engine = engine.for_one_text(picker)
-    share = share and engine.most_texts > 1 and method.shares
+    may_share = engine.most_texts > 1 and method.shares
+    share, grows = share and may_share, grows and may_share
     by_host = extras.logprobs is not None or extras.hints
     program = None if by_host else engine.program_for(method, sampling)
 
     reader = method.reader if program is None else program.reader
-    with engine.pool.sequence(prompt, share, extras.salt, reader) as sequence:
+    with engine.pool.sequence(prompt, share, extras.salt, reader, grows) as sequence:
         sequence.written = extras.written
         place = None if program is None else program.reserve(sequence, sampling, limit)
         text = sequence.tokens if place is None else [*prompt]

@@ -271,6 +271,8 @@ class ParallelDecoder(Decoder):
     because they may keep state.
     """
 
+    _grows = False  # ranks have computed different rows of the last one
+
     def __init__(self, decoder: Decoder, ranks: Ranks) -> None:
         vars(self).update(vars(decoder))
         self.ranks = ranks

@@ -17,6 +17,7 @@ import torch
 
 from .draft import NOTHING, Scores, best_tokens
 from .errors import InputError, InvalidLogits
+from .limits import check_sampling
 
 Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """As in transformers: takes input ids [1, length] and scores [1, vocabulary], and returns new scores."""
@@ -29,9 +30,6 @@ Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
 NOISED = 256  # a drafter adds the noise to this many of the best tokens, to foresee which will be drawn
-
-
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -57,30 +55,10 @@ class Sampling:
     rule: Literal["keyed", "rejection"] = "keyed"
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed"):
-            if not isinstance(getattr(self, name), int):
-                raise InputError(f"{name}={getattr(self, name)!r} must be a whole number.")
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) and (name, value) != ("repetition_penalty", None):
-                raise InputError(f"{name}={value!r} must be a number.")
+        check_sampling(vars(self))
         for token, bias in self.logit_bias.items():
             if not (isinstance(token, int) and isinstance(bias, (int, float)) and bias < math.inf):
                 raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below infinity.")
-        penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
-        limits = {
-            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p < 1, "from 0 to below 1"),
-            "repetition_penalty": (0 < penalty < math.inf, "above 0, and finite"),
-            "presence_penalty": (math.isfinite(self.presence_penalty), "a finite number"),
-            "frequency_penalty": (math.isfinite(self.frequency_penalty), "a finite number"),
-            "rule": (self.rule in ("keyed", "rejection"), "'keyed' or 'rejection'"),
-        }
-        for name, (fits, allowed) in limits.items():
-            if not fits:
-                raise InputError(f"{name}={getattr(self, name)!r} is out of range: it must be {allowed}.")
 
 
 class Foreseen(NamedTuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .draft import MODEL, Step
 from .errors import InputError
+from .files import write_whole
 from .methods.staircase import Climb, Heights
 
 DRAWN = ("adadecode", "adadecode-unverified", "autoregressive", "self-speculative")  # methods that climb stairs
@@ -104,7 +105,4 @@ def _level(layer: int, layers: int) -> int:
 
 def save_staircase(path: Path, steps: Sequence[Step], layers: int, word: Callable[[int], str]) -> None:
     """Write the picture to a file."""
-    try:
-        path.write_text(staircase(steps, layers, word), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror}.") from error
+    write_whole(path, staircase(steps, layers, word))

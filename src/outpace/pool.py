@@ -25,6 +25,7 @@ from .errors import InvalidLogits, NoRoom
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 FIRST_CAPACITY = 512
+SLACK = 16  # so many last tokens of a prompt may be gone from the next turn's: templates end a prompt in their own way
 
 
 class Placed:
@@ -148,6 +149,8 @@ class Sequence:
     reader: object = None  # heads that have states of their own in its slots
     read: int = 0  # in so many first ones
     written: int = 0  # so many last tokens of what it began with are the answer's
+    prompt: int = 0  # so many first tokens it began with
+    grows: bool = False  # the next text may go on from it, as a chat does
 
     @property
     def position(self) -> int:
@@ -191,16 +194,21 @@ class Pool:
 
     @contextmanager
     def sequence(
-        self, tokens: Items[int], share: bool = False, salt: str = "", reader: object = None
+        self, tokens: Items[int], share: bool = False, salt: str = "", reader: object = None, grows: bool = False
     ) -> Iterator[Sequence]:
         """A sequence whose slots come back however the block ends.
 
         With `share` it begins with the slots of a sequence of the same salt that begins alike, as far as they are
         computed, be it one that lives or one that is kept. A `reader` must have its states in them.
+
+        One that `grows` is kept until the next begins, whatever the pool keeps, and that one takes over its slots if it
+        goes on from it: the next turn of a chat.
         """
-        sequence = Sequence(list(tokens), salt=salt)
-        if share:
-            self._share(sequence, reader)
+        sequence = Sequence(list(tokens), salt=salt, prompt=len(tokens), grows=grows)
+        if share or grows:
+            self._share(sequence, reader, share)
+            if not self.keeps:
+                self.forget_all()
         self._living.append(sequence)
         try:
             yield sequence
@@ -216,11 +224,13 @@ class Pool:
             self.free(_taken(sequence))
             sequence.slots, sequence.drafted, sequence.reserved = [], [], []
 
-    def _share(self, sequence: Sequence, reader: object) -> None:
+    def _share(self, sequence: Sequence, reader: object, share: bool) -> None:
         """Begin with the slots of another sequence, the one that has the most of the text."""
         tokens = sequence.tokens[:-1]
         best, most = None, 0
-        for other in [*self._living, *reversed(self._ended)]:
+        living = self._living if share else []
+        ended = reversed(self._ended) if share and self.keeps else [o for o in self._ended if _goes_on(sequence, o)]
+        for other in [*living, *ended]:
             if other.salt != sequence.salt:
                 continue
             known = len(other.slots) - other.asked
@@ -246,10 +256,11 @@ class Pool:
     def _keep(self, sequence: Sequence) -> None:
         """Keep what is computed of a sequence that ends, in place of kept ones that it goes on from."""
         computed = _computed(sequence)
-        if not self.keeps or not computed:
+        if not computed or not (self.keeps or sequence.grows):
             return
         slots = sequence.slots[: len(computed)]
         kept = Sequence(computed, slots, salt=sequence.salt, reader=sequence.reader, read=sequence.read)
+        kept.prompt, kept.grows = sequence.prompt, sequence.grows
         for slot in slots:
             self._keepers[slot] += 1
         for other in [other for other in self._ended if _begins(slots, other.slots)]:
@@ -443,6 +454,16 @@ def _begins(slots: list[int], others: list[int]) -> bool:
     """Whether `slots` begin with `others`."""
     count = len(others)
     return count <= len(slots) and slots[count - 1] == others[-1] and slots[:count] == others
+
+
+def _goes_on(sequence: Sequence, other: Sequence) -> bool:
+    """Whether a text is longer than the prompt of another that has ended, and begins with it.
+
+    The same prompt once more is read once more: whoever measures a prompt twice measures the same thing.
+    """
+    if not other.grows or len(sequence.tokens) <= other.prompt:
+        return False
+    return common(sequence.tokens, other.tokens) >= other.prompt - min(SLACK, other.prompt // 4)
 
 
 def _computed(sequence: Sequence) -> list[int]:

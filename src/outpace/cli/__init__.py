@@ -6,6 +6,12 @@ import, so that happens inside the commands, after the arguments are read.
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +19,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import OutpaceError
+from .examining import doctor
 from .loading import models
 from .measuring import bench, calibrate, reproduce
 from .racing import race, report
@@ -21,6 +28,7 @@ from .training import export, train
 from .writing import generate, verify
 
 FAILED, INTERRUPTED = 2, 130
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what is written elsewhere has errors of its own
 
 
 class _Group(TyperGroup):
@@ -28,20 +36,35 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # Any: whose Context it is depends on the version of typer
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                found = super().invoke(ctx)
+                sys.stdout.flush()  # now, where it can still be an error
+                return found
         except OutpaceError as error:
             typer.echo(f"outpace: {error}", err=True)
+            raise typer.Exit(FAILED) from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:  # else Python tries once more as it ends
+                os.dup2(nowhere.fileno(), 1)
+            typer.echo(f"outpace: standard output could not be written: {error.strerror}.", err=True)
             raise typer.Exit(FAILED) from error
         except KeyboardInterrupt as error:
             typer.echo("\noutpace: interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from error
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """A warning as one line: where in our source it arose is no user's business."""
+    typer.echo(f"outpace: warning: {message}", err=True)
+
+
 app = typer.Typer(
     cls=_Group,
     name="outpace",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 COMMANDS = (
@@ -57,6 +80,7 @@ COMMANDS = (
     train,
     export,
     models,
+    doctor,
 )  # as help lists them
 for command in COMMANDS:
     app.command()(command)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import UnknownNameError
 from . import options
 
 if TYPE_CHECKING:
@@ -25,15 +24,14 @@ def load_both(
     model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool = False
 ) -> tuple[Decoder, Any]:
     """A decoder and the transformers model in it."""
-    from ..decoder import Decoder
-    from ..models.loading import hide_bars, load
-    from ..runtime.choose import RUNTIMES
+    options.check(model, runtime=runtime, dtype=dtype)
+    with options.spinner(model):
+        from ..decoder import Decoder
+        from ..models.loading import hide_bars, load
 
-    if runtime not in RUNTIMES:
-        raise UnknownNameError("runtime", runtime, RUNTIMES)
-    hide_bars()
-    loaded = load(model, dtype, device)
-    return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime=runtime, exact=exact), loaded.model
+        hide_bars()
+        loaded = load(model, dtype, device)
+        return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime=runtime, exact=exact), loaded.model
 
 
 def models(as_json: options.Json = False) -> None:

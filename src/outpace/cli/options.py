@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError
+from ..errors import InputError, UnknownNameError
+from ..limits import check_sampling
+from ..models.bundled import NAMES, is_ready
 
 if TYPE_CHECKING:
     from ..grammar import Grammar
 
 DEFAULT_MODEL = "smollm2-135m"
+_NAME = re.compile(r'^    name = "([a-z-]+)"', re.MULTILINE)
 DTYPES = "float32|bfloat16|float16|fastest"
 
 Model = Annotated[str, typer.Option(help="An embedded model (see `outpace models`), a folder, or a hub id.")]
@@ -46,6 +52,48 @@ Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, with
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+RUNTIMES = ("auto", "plain", "compiled", "graphs")
+
+
+def method_names() -> list[str]:
+    """The names of all methods, read from their files: importing them takes torch, which takes seconds."""
+    files = (Path(__file__).parent.parent / "methods").glob("*.py")
+    return sorted(name for file in files for name in _NAME.findall(file.read_text(encoding="utf-8")))
+
+
+def check(
+    model: str | None = None,
+    methods: Iterable[str] = (),
+    runtime: str = "auto",
+    dtype: str | None = None,
+    max_new_tokens: int = 1,
+    **sampling: Any,
+) -> None:
+    """Refuse what is wrong at first sight, before torch is imported, which takes seconds."""
+    there = model is None or model in NAMES or Path(model).expanduser().exists()
+    if not there and ("/" not in str(model) or str(model).startswith((".", "/", "~"))):
+        raise UnknownNameError("model (no such folder, and not a hub id like owner/name)", str(model), NAMES)
+    known = method_names()
+    for method in methods:
+        if method not in known:
+            raise UnknownNameError("method", method, known)
+    if runtime not in RUNTIMES:
+        raise UnknownNameError("runtime", runtime, RUNTIMES)
+    if dtype is not None and dtype not in DTYPES.split("|"):
+        raise UnknownNameError("dtype", dtype, DTYPES.split("|"))
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more, a whole number.")
+    check_sampling(sampling)
+
+
+def prompt_or_pipe(prompt: str | None) -> str | None:
+    """The prompt, or what is piped in where none is given; None where nothing is."""
+    if prompt is not None:
+        return read_prompt(prompt)
+    stdin = typer.get_binary_stream("stdin")
+    return None if stdin.isatty() else read_prompt("-") or None
+
+
 def read_prompt(prompt: str) -> str:
     """The prompt, from standard input for `-`."""
     try:
@@ -74,6 +122,19 @@ def read_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
     if json_schema is not None:
         return Grammar.json_schema(read_text("--json-schema", json_schema))
     return None if regex is None else Grammar.regex(regex)
+
+
+@contextmanager
+def spinner(model: str) -> Iterator[None]:
+    """Show on a terminal that a model is being loaded. One that is fetched first has a bar of its own."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal or (model in NAMES and not is_ready(model)):
+        yield
+        return
+    with console.status(f"loading {model}"):
+        yield
 
 
 def listed(names: str) -> list[str]:

@@ -163,5 +163,5 @@ def _answer(decoder: Decoder, messages: list[dict[str, str]], asked: dict[str, A
     except KeyboardInterrupt:
         note = "stopped, "
     typer.echo()
-    typer.echo(f"({note}{result.method}: {numbers(result)})", err=True)
+    typer.echo(f"({note}{result.method}: {numbers(result, apart=True)})", err=True)
     return result.text

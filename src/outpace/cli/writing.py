@@ -12,6 +12,7 @@ import typer
 from ..errors import InputError, OutpaceError
 from . import options
 from .loading import load_decoder
+from .prompts import Entry, read_entries
 from .settings import choose_method
 
 if TYPE_CHECKING:
@@ -21,12 +22,17 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
+        str | None,
+        typer.Argument(help="The prompt; - reads standard input, as does a pipe without one.", show_default=False),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Write answers to the prompts of this file (JSON lines, or .txt) together, as JSON lines."),
+        typer.Option(
+            help="Answer the prompts of this file together, as JSON lines. It has lines of text (.txt), or JSON lines "
+            "with prompt, turns or messages, whose other fields are kept."
+        ),
     ] = None,
+    system: Annotated[str, typer.Option(help="The system prompt.")] = "",
     model: options.Model = options.DEFAULT_MODEL,
     method: Annotated[
         str | None, typer.Option(help="How to draft. Default: auto, which picks for itself.", show_default=False)
@@ -91,34 +97,39 @@ def generate(
     as_json: options.Json = False,
 ) -> None:
     """Write an answer to PROMPT, or to each prompt of a file."""
-    from ..picking import Sampling
-    from ..picture import check_picture, save_staircase
-    from ..trace import record
-    from ..training.data import read_prompts
-
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        rule=rule,  # type: ignore[arg-type] # checked by Sampling
-    )
-    name, given = choose_method(method, settings, device)
-    check_picture(picture, name, given.get("control"))
-    grammar = options.read_grammar(json_schema, regex)
-    if trace and grammar is not None:
+    chance = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "rule": rule,
+    }
+    options.check(model, [method] if method else [], runtime, dtype, max_new_tokens, **chance)
+    if trace and (json_schema is not None or regex is not None):
         raise InputError("--trace: a grammar cannot be written to a trace. Leave out --json-schema and --regex.")
     if logprobs is not None and not (as_json or prompts):
         raise InputError("--logprobs are shown by --json, or with --prompts.")
     if prompts is not None and (prompt is not None or trace or picture or parallel):
         raise InputError("--prompts has all prompts: PROMPT, --trace, --picture and --parallel do not go with it.")
-    if prompt is None and prompts is None:
-        raise InputError("there is no prompt. Give a PROMPT, or a file of prompts with --prompts.")
-    texts = read_prompts(prompts) if prompts is not None else [options.read_prompt(prompt or "")]
+    if system and raw:
+        raise InputError("--system needs the chat template, which --raw leaves out.")
+    entries = None if prompts is None else read_entries(prompts, system, raw)
+    text = None if entries is not None else options.prompt_or_pipe(prompt)
+    if entries is None and text is None:
+        raise InputError("there is no prompt. Give a PROMPT, pipe one in, or name a file of prompts with --prompts.")
+
+    from ..picking import Sampling
+    from ..picture import check_picture, save_staircase
+    from ..trace import record
+
+    sampling = Sampling(**chance)  # type: ignore[arg-type] # of as many types as fields
+    name, given = choose_method(method, settings, device)
+    check_picture(picture, name, given.get("control"))
+    grammar = options.read_grammar(json_schema, regex)
     silent = False
     if parallel:
         from ..parallel import join, local_device
@@ -134,10 +145,11 @@ def generate(
     also: dict[str, Any] = {"logprobs": logprobs, "grammar": grammar}
     if prediction is not None:
         also["prediction"] = options.read_text("--prediction", prediction)
-    if prompts is not None:
-        _write_together(decoder, texts, {**asked, **also, "raw": raw})
+    if entries is not None:
+        _write_together(decoder, entries, {**asked, **also, "raw": raw})
         return
-    tokens = decoder.encode(texts[0], raw)
+    asks = [{"role": role, "content": said} for role, said in (("system", system), ("user", text))]
+    tokens = decoder.encode(asks if system else text or "", raw)
     if silent:
         for _ in decoder.stream(tokens, **asked, **also):
             pass
@@ -205,7 +217,7 @@ def _write(decoder: Decoder, tokens: list[int], asked: dict[str, Any], as_json: 
         typer.echo(json.dumps({**result.to_json(), **_likely(result)}))
     else:
         typer.echo()
-        typer.echo(f"{result.method}: {numbers(result)}", err=True)
+        typer.echo(f"{result.method}: {numbers(result, apart=True)}", err=True)
     return steps
 
 
@@ -216,17 +228,36 @@ def _likely(result: Result) -> dict[str, Any]:
     return {"logprobs": [{"logprob": entry.chance, "top": dict(entry.best)} for entry in result.logprobs]}
 
 
-def _write_together(decoder: Decoder, prompts: list[str], asked: dict[str, Any]) -> None:
-    """Write and print: a JSON object for each text, when it ends. Exit code 2 if one failed."""
+def _write_together(decoder: Decoder, entries: list[Entry], asked: dict[str, Any]) -> None:
+    """Write and print: a JSON object for each answer, when it is whole. Exit code 2 if one failed.
+
+    The next turn of an entry is begun when the one before it is answered.
+    """
     from ..chart import progress_bar
 
-    batch = decoder.stream(prompts, **asked)
-    results = [decoder.begin(request.prompt) for request in batch.requests]
-    start = perf_counter()
+    batch = decoder.batch()
+    chats = [[*entry.before] for entry in entries]
+    running: list[tuple[int, int]] = []  # by the number of the text: the entry, and the turn
+    results: list[Result] = []
+
+    def ask(place: int, turn: int) -> None:
+        entry, chat = entries[place], chats[place]
+        chat.append({"role": "user", "content": entry.turns[turn]})
+        try:
+            batch.add(entry.turns[turn] if entry.plain and not entry.before else [*chat], **asked)
+        except OutpaceError as error:
+            error.args = (f"prompt {place}: {error}",)
+            raise
+        running.append((place, turn))
+        results.append(decoder.begin(batch.requests[-1].prompt))
+
+    for place in range(len(entries)):
+        ask(place, 0)
+    start, total = perf_counter(), sum(len(entry.turns) for entry in entries)
     done = failed = 0
     with progress_bar("writing") as show:
         for number, item in batch:
-            result = results[number]
+            result, (place, turn) = results[number], running[number]
             result.seconds = perf_counter() - start
             error = {}
             if isinstance(item, Exception):
@@ -234,13 +265,16 @@ def _write_together(decoder: Decoder, prompts: list[str], asked: dict[str, Any])
                 failed += 1
             else:
                 result.take(item)
-            if result.finish_reason is not None:
-                done += 1
-                typer.echo(
-                    json.dumps(
-                        {"number": number, "prompt": prompts[number], **result.to_json(), **_likely(result), **error}
-                    )
-                )
-                show(done / len(prompts))
+            if result.finish_reason is None:
+                continue
+            done += 1
+            entry = entries[place]
+            named = {"turn": turn + 1} if len(entry.turns) > 1 else {}
+            line = {**entry.fields, "number": place, **named, "prompt": entry.turns[turn], **result.to_json()}
+            typer.echo(json.dumps({**line, **_likely(result), **error}))
+            show(done / total)
+            if turn + 1 < len(entry.turns) and not error:
+                chats[place].append({"role": "assistant", "content": result.text})
+                ask(place, turn + 1)
     if failed:
-        raise OutpaceError(f"{failed} of {len(prompts)} texts failed; their lines have an error.")
+        raise OutpaceError(f"{failed} of {total} texts failed; their lines have an error.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -11,9 +12,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from ..errors import InputError, ModelError, UnknownNameError
+from ..errors import InputError, ModelError, OutpaceWarning, UnknownNameError
+from ..machine import lacks_bfloat16
 from . import bundled
 from .adapter import Model
+from .adapters import FILE as ADAPTER
+from .adapters import base_of, read_adapter
 from .hf import HFModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,7 +36,16 @@ def load(name: str, dtype: str | torch.dtype | None = None, device: str | None =
     """
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
+    if place.type == "cpu" and kind != torch.float32 and dtype != FASTEST and lacks_bfloat16():
+        message = (
+            f"this CPU has no instructions for {str(kind).removeprefix('torch.')}, so each step may take many times "
+            "longer than in float32. Use dtype='float32' (--dtype float32), or 'fastest', which measures both."
+        )
+        warnings.warn(message, OutpaceWarning, stacklevel=2)
     folder = _find(name)
+    adapter = read_adapter(Path(folder))
+    if adapter is not None:
+        return _load_adapter(name, Path(folder), adapter, kind, place)
     local = Path(folder).is_dir()  # else transformers asks the hub about optional files of a folder
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=local)
@@ -49,6 +62,24 @@ def load(name: str, dtype: str | torch.dtype | None = None, device: str | None =
             "(tokenizer.json and tokenizer_config.json)."
         ) from error
     return Loaded(model.to(place).eval(), tokenizer)
+
+
+def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """A model with an adapter (LoRA) that lies in a folder, and the tokenizer beside it, or the model's own."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ModelError(f"{name} is an adapter, which the package peft reads: pip install 'outpace[lora]'.") from error
+    loaded = load(base, dtype, str(device))
+    try:
+        model = base_of(PeftModel.from_pretrained(loaded.model, str(folder)))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"the adapter {name!r} could not be put into {base!r}: {_reason(error)}") from error
+    own = (folder / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True) if own else loaded.tokenizer
+    return Loaded(model.to(device).eval(), tokenizer)
 
 
 def hide_bars() -> None:
@@ -123,6 +154,8 @@ def _find(name: str) -> str:
         return str(bundled.ensure(name))
     path = Path(name).expanduser()
     if path.is_dir():
+        if (path / ADAPTER).is_file():
+            return str(path)
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} is not a model folder: it has no config.json.")
         if not _has_weights(path):

@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import InputError
+from ..files import write_whole
 
 VERSION = 9  # raised whenever a runtime computes steps by other code: older curves are not believed
 
@@ -108,13 +108,7 @@ class CostCurve:
     def save(self, folder: Path) -> Path:
         """Keep the curve where `load` finds it, whole or not at all."""
         path = _path(folder, self.about)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            half = path.with_suffix(".part")
-            half.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1))
-            half.replace(path)
-        except OSError as error:
-            raise InputError(f"the cost curve could not be written to {folder}: {error.strerror}.") from error
+        write_whole(path, json.dumps({"version": VERSION, **asdict(self)}, indent=1))
         return path
 
 

@@ -243,7 +243,7 @@ class Program:
         """The text has ended, with these new tokens. Whatever is still computed for it goes nowhere that matters."""
         if place.ended:
             return
-        if place.lane >= 0 and self.engine.pool.keeps:
+        if place.lane >= 0 and (self.engine.pool.keeps or sequence.grows):
             self._hand_back(place, sequence, written)
         self._places.remove(place)
         place.ended = True

@@ -1,0 +1,91 @@
+"""`outpace doctor`: what this machine has, which runtime that means, and what is slow and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .. import __version__
+from . import options
+
+PACKAGES = ("torch", "transformers", "triton", "safetensors", "peft", "llguidance", "fastapi", "matplotlib")
+
+
+def doctor(as_json: options.Json = False) -> None:
+    """Say what this machine has, how Outpace would run on it, and what could be faster. Put it into a bug report."""
+    found = examine()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for name, value in found.items():
+        if name != "advice":
+            typer.echo(f"{name}: {value}")
+    for line in found["advice"]:
+        typer.echo(f"- {line}")
+
+
+def examine() -> dict[str, Any]:
+    """All that `doctor` prints, by name."""
+    import torch
+
+    from ..heads.shipped import folders
+    from ..machine import cpu_name, lacks_bfloat16
+    from ..models import bundled
+    from ..runtime.calibrate import folder as costs
+
+    cache = bundled.cache_folder()
+    there = cache if cache.exists() else Path.home()
+    cuda = torch.cuda.is_available()
+    gpus = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())] if cuda else []
+    runtime, advice = _runtime(cuda, torch.cuda.get_device_capability(0) if cuda else (0, 0))
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if not gpus and lacks_bfloat16():
+        advice.append("this CPU has no instructions for bfloat16: stay with float32, or ask for --dtype fastest.")
+    if not compiler:
+        advice.append("there is no C++ compiler: --runtime compiled and --exact need one on a CPU (apt install g++).")
+    if not folders():
+        advice.append("no trained heads are installed: pip install 'outpace[demo]' brings those of smollm2-135m.")
+    if not any(costs().glob("*.json")):
+        advice.append("nothing is calibrated: `outpace calibrate` lets single methods draft as much as pays here.")
+    return {
+        "outpace": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": f"{cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}",
+        "gpu": ", ".join(gpus) or "none that torch can use",
+        "compiler": compiler or "none",
+        **{name: _version(name) for name in PACKAGES},
+        "runtime": runtime,
+        "dtype": "bfloat16" if cuda else "float32",
+        "embedded model": "ready" if bundled.is_ready(options.DEFAULT_MODEL) else "fetched at first use",
+        "trained heads": ", ".join(map(str, folders())) or "none",
+        "cache": f"{cache}, {shutil.disk_usage(there).free / 1e9:.0f} GB free",
+        "command": sys.argv[0],
+        "advice": advice,
+    }
+
+
+def _runtime(cuda: bool, capability: tuple[int, int]) -> tuple[str, list[str]]:
+    """The runtime that `auto` stands for here, and what would make it a faster one."""
+    if not cuda:
+        return "plain", ["there is no GPU: every extra row of a draft costs time, so gains are smaller than on one."]
+    if capability < (8, 0):
+        return "plain", [f"the GPU has compute capability {capability[0]}.{capability[1]}; CUDA graphs need 8.0."]
+    if _version("triton") == "missing":
+        return "plain", ["triton is missing: CUDA graphs need it (pip install triton)."]
+    return "graphs", []
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"

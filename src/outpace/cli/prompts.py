@@ -1,0 +1,71 @@
+"""`--prompts`: a file of prompts, with whatever else its lines say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+FIELDS = ("prompt", "question", "instruction")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line: the user's turns, what comes before the first, and the other fields, which go to the output."""
+
+    turns: list[str]
+    before: list[dict[str, Any]] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    plain: bool = True  # one text, which may go without the chat template
+
+
+def read_entries(path: Path, system: str, raw: bool) -> list[Entry]:
+    """The prompts of JSON lines (`prompt`, `question`, `instruction`, `turns`, `messages`), or of plain lines."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeError, EOFError) as error:
+        raise InputError(f"prompts cannot be read from {path}: {error}.") from error
+    first = [{"role": "system", "content": system}] if system else []
+    entries = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        entry = Entry([line]) if ".txt" in path.suffixes else _entry(f"{path}, line {number}", line)
+        if raw and not (entry.plain and not system):
+            raise InputError(f"{path}, line {number}: turns, messages and --system need the chat template, not --raw.")
+        begins = bool(entry.before) and entry.before[0]["role"] == "system"
+        entries.append(entry if begins else Entry(entry.turns, [*first, *entry.before], entry.fields, entry.plain))
+    if not entries:
+        raise InputError(f"{path} has no prompts. It needs one JSON object with a prompt a line.")
+    return entries
+
+
+def _entry(where: str, line: str) -> Entry:
+    try:
+        found = json.loads(line)
+        if not isinstance(found, dict):
+            raise ValueError
+    except ValueError:
+        raise InputError(f"{where}: {line[:60]!r} is no JSON object.") from None
+    if "messages" in found:
+        messages = found.pop("messages")
+        if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
+            raise InputError(f"{where}: messages must be a list of objects with role and content.")
+        if messages[-1]["role"] != "user":
+            raise InputError(f"{where}: the last message is of the role {messages[-1]['role']!r}; it must be a user's.")
+        return Entry([messages[-1]["content"]], messages[:-1], found, plain=False)
+    name = next((name for name in ("turns", *FIELDS) if name in found), None)
+    turns = found.pop(name) if name else None
+    turns = [turns] if isinstance(turns, str) else turns
+    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
+        raise InputError(f"{where}: {line[:60]!r} has no {', '.join(FIELDS)}, turns or messages.")
+    return Entry(turns, [], found, plain=len(turns) == 1)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))

@@ -1,0 +1,40 @@
+"""What this machine can do. Without torch, and without guessing."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+CPU_FILE = Path("/proc/cpuinfo")
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last is Arm's
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """The instructions that the processor names; none where it does not say (macOS, Windows)."""
+    try:
+        lines = CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(
+        word
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for word in line.partition(":")[2].split()
+    )
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        lines = CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def lacks_bfloat16() -> bool:
+    """Whether the processor says what it can, and products of bfloat16 are not among it."""
+    return bool(cpu_flags()) and not cpu_flags() & BFLOAT16

@@ -1,0 +1,60 @@
+"""LoRA and the like: models with adapters inside, and what may change in a model under a Decoder that has taken it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError, UnsupportedModel
+
+FILE = "adapter_config.json"
+
+
+def read_adapter(folder: Path) -> str | None:
+    """The name of the model that an adapter's folder is for; None for any other folder."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} is no JSON of an adapter: {error}.") from error
+    if not base or not isinstance(base, str):
+        raise ModelError(f"{path} names no base model. Write its folder or hub id to base_model_name_or_path.")
+    return base
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model inside of a PeftModel, its adapters in its layers; any other model as it is."""
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return model
+    for name, config in model.peft_config.items():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModel(
+                f"the adapter {name!r} ({config.peft_type}) puts tokens before the prompt that are no words, which "
+                "Outpace cannot. Adapters inside of layers work, such as LoRA."
+            )
+    return model.get_base_model()
+
+
+def adapters_of(model: Any) -> tuple[object, ...]:
+    """Which adapters a model has, and which of them are switched on, layer by layer."""
+    layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    return tuple(
+        (id(layer), bool(layer.disable_adapters), *map(str, layer.active_adapters), len(layer.merged_adapters))
+        for layer in layers
+    )
+
+
+def stamp_of(model: Any) -> int:
+    """A number that is another one when weights have changed, but through `.data`, where torch does not count."""
+    return hash(tuple(_versions(model)))
+
+
+def _versions(model: Any) -> Iterator[tuple[int, int]]:
+    for module in model.modules():
+        for weight in module._parameters.values():
+            if weight is not None:
+                yield id(weight), 0 if weight.is_inference() else weight._version
