@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from outpace.draft import Step
 from outpace.methods import ON_CPU, make
 from outpace.models import bundled
 from outpace.runtime import calibrate
+from outpace.training import run as training_run
+from outpace.training.trainer import Trainer
 
 KEYS = [
     *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "tokens_per_step", "seconds"),
@@ -522,7 +525,9 @@ def test_trained_exits_draft(folder: Path, heads: Path) -> None:
     assert json.loads(found.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
     assert len(json.loads((heads / "exits" / "config.json").read_text())["calibration"]) == 1
     assert_refused(generate(folder, *ours, "--set", "gamma=2"), "gamma=2.0 is out of range")
-    assert_refused(train(folder, heads, "--set", "exits.layers=2", kinds=("exits",)), "an exit after layer 2")
+    assert_refused(
+        train(folder, heads, "--force", "--set", "exits.layers=2", kinds=("exits",)), "an exit after layer 2"
+    )
 
 
 def test_a_picture_of_the_stairs(folder: Path, tmp_path: Path) -> None:
@@ -546,15 +551,17 @@ def test_a_second_training_uses_the_answers_again(folder: Path, heads: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--set", "amphista.stages=3"), ("stages=3", "0, 1 or 2")),
-        (("--set", "amphista.stage=1"), ("unknown setting", "Did you mean 'stages'")),
+        (("--force", "--set", "amphista.stages=3"), ("stages=3", "0, 1 or 2")),
+        (("--force", "--set", "amphista.stage=1"), ("unknown setting", "Did you mean 'stages'")),
         (("--set", "amphista.positions=maybe"), ("positions='maybe'", "true or false")),
         (("meduza",), ("unknown kind of heads 'meduza'", "Did you mean 'medusa'")),
         (("--set", "hydra.count=2"), ("unknown kind of heads to train 'hydra'",)),
         (("--set", "count=2"), ("KIND.NAME=VALUE",)),
         (("--minutes", 1), ("give one of the two",)),
-        (("--held-out", 6), ("too few",)),
-        (("--new-tokens", 13), ("answers of another model", "--answers")),
+        (("--force", "--held-out", 6), ("too few",)),
+        (("--force", "--new-tokens", 13), ("answers of another model", "--answers")),
+        ((), ("holds finished heads", "--force")),
+        (("--resume",), ("there is no", "checkpoint.pt", "Leave out --resume")),
         (("--prompts", "/nowhere.jsonl"), ("/nowhere.jsonl",)),
     ],
 )
@@ -570,6 +577,41 @@ def test_a_stopped_training_is_not_begun_anew_by_mistake(folder: Path, heads: Pa
         assert_refused(train(folder, heads), "--resume", "delete it")
     finally:
         (heads / "checkpoint.pt").unlink()
+
+
+def test_ctrl_c_keeps_what_was_learnt(folder: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update that runs is finished, and --resume comes to the weights of a training that was not stopped."""
+    kinds = ("hydra",)
+    whole = train(folder, heads, "--updates", 3, "--force", kinds=kinds)
+    assert whole.exit_code == 0
+    expected = load_file(heads / "hydra" / "heads-1-of-1.safetensors")
+    update = Trainer._update
+
+    def interrupted(self: Trainer, batch: Any) -> None:
+        update(self, batch)
+        if self.progress.update == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "_update", interrupted)
+    result = train(folder, heads, "--updates", 3, "--force", kinds=kinds)
+    assert (result.exit_code, (heads / "checkpoint.pt").exists()) == (130, True)
+    assert "go on with --resume" in result.stderr
+    assert train(folder, heads, "--updates", 3, "--resume", kinds=kinds).exit_code == 0
+    found = load_file(heads / "hydra" / "heads-1-of-1.safetensors")
+    assert all(found[name].equal(weight) for name, weight in expected.items())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_prompts_our_own_are_trained_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def answers(decoder: Any, model: Any, prompts: Any, folder: Any, how: Any, *_: Any) -> Any:
+        seen.append((list(prompts), how.held_out))
+        raise InvalidLogits("enough")
+
+    monkeypatch.setattr(training_run, "answers", answers)
+    outpace("train", "medusa", "--model", folder, "--out", tmp_path, "--updates", 1)
+    assert seen == [([prompt for task in PROMPTS.values() for prompt in task], 4)]
 
 
 @pytest.mark.parametrize("form", ["vllm", "tgi", "reference"])

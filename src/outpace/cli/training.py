@@ -21,8 +21,15 @@ def train(
     kinds: Annotated[
         list[str], typer.Argument(help="medusa, hydra, amphista, block, exits: one or several, trained together.")
     ],
-    prompts: Annotated[Path, typer.Option(help="JSON lines with prompts; the model's own answers are trained on.")],
     out: Annotated[Path, typer.Option(help="Where the heads go, a folder each, and the answers.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with prompts, or .txt; the model's own answers are trained on. Default: 48 prompts of "
+            "our own, enough to try it.",
+            show_default=False,
+        ),
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     answers: Annotated[
         Path | None, typer.Option(help="Where answers are kept and found again. Default: in --out.", show_default=False)
@@ -39,7 +46,12 @@ def train(
     hard: Annotated[
         float, typer.Option(help="Share of the loss on hard labels, the rest being on the model's distribution.")
     ] = 0.0,
-    held_out: Annotated[int, typer.Option(help="Prompts kept back, to measure accuracies on.")] = 256,
+    held_out: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts kept back, to measure accuracies on. Default: a tenth, 256 at most.", show_default=False
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="How many answers to each prompt.")] = 1,
     more: Annotated[
         float,
@@ -57,6 +69,7 @@ def train(
     ] = 0.0,
     seed: options.Seed = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite heads that are finished in --out.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the accuracies to this file (.png, .svg); needs matplotlib.")
     ] = None,
@@ -66,13 +79,17 @@ def train(
 ) -> None:
     """Train heads that draft, on the model's own answers. Ends with a table of held-out accuracies.
 
+    Ctrl-C stops it after the update that runs, and keeps what is needed to go on with --resume.
+
     On several GPUs: accelerate launch -m outpace train ...
     """
+    options.check(model, dtype=dtype)
+    from ..bench.prompts import PROMPTS
     from ..board import console_for_output
     from ..chart import check_plot, print_accuracies, print_confidence, progress_bar, save_accuracies
     from ..heads.storing import check_bits
     from ..training.data import read_prompts
-    from ..training.run import Answers, make_heads, open_out
+    from ..training.run import CHECKPOINT, Answers, make_heads, open_out
     from ..training.run import answers as get_answers
     from ..training.run import train as run
     from ..training.team import Team
@@ -80,28 +97,34 @@ def train(
 
     team = Team()
     plan = Plan(updates, minutes, tokens, rate, vector_rate, weight, hard, seed=seed)
-    how = Answers(held_out, rounds, more, batch, new_tokens, answer_minutes, seed)
     chosen = choose_heads(kinds, settings)
-    texts = read_prompts(prompts)
+    texts = [text for task in PROMPTS.values() for text in task] if prompts is None else read_prompts(prompts)
+    kept_back = max(1, min(256, len(texts) // 10)) if held_out is None else held_out
+    how = Answers(kept_back, rounds, more, batch, new_tokens, answer_minutes, seed)
     judged = [] if judge is None else read_prompts(judge)
     check_bits(bits)
     check_plot(plot)
-    open_out(out, resume)  # before anything that takes long
+    open_out(out, resume, () if force else kinds)  # before anything that takes long
     decoder, loaded = load_both(model, dtype, device or team.device)
     ends = decoder.model.ends()
     heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
     with progress_bar("answering", team.leads) as show:
         written = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team, judged)
-    made_by = {"prompts": prompts.name, **asdict(how)}
-    with progress_bar("training", team.leads) as show:
-        found = run(
-            *(loaded, decoder.model, heads, written, plan, out),
-            resume=resume,
-            made_by=made_by,
-            show=show,
-            team=team,
-            bits=bits,
-        )
+    made_by = {"prompts": prompts.name if prompts else "own", **asdict(how)}
+    try:
+        with progress_bar("training", team.leads) as show:
+            found = run(
+                *(loaded, decoder.model, heads, written, plan, out),
+                resume=resume,
+                made_by=made_by,
+                show=show,
+                team=team,
+                bits=bits,
+            )
+    except KeyboardInterrupt:
+        if team.leads and (out / CHECKPOINT).exists():
+            typer.echo(f"\nwhat was learnt is in {out / CHECKPOINT}: go on with --resume", err=True)
+        raise
     if not team.leads:
         return
     accuracies = {name: part.tolist() for name, part in found.held_out.items()}

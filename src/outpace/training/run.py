@@ -24,8 +24,9 @@ from ..models.whole import last_layers, layer_sizes, layers_of
 from .data import LONGEST_PROMPT, USUAL, Text, read_answers, write_answers
 from .prompts import Exchange, Prompt, derive, distinct
 from .team import Team
-from .trainer import Plan, Trainer
+from .trainer import Plan, Trainer, noted_interrupts
 
+CHECKPOINT = "checkpoint.pt"  # in the folder of a training, until it is finished
 TREE = 256  # nodes that are stored
 ON_CPU, MOST = 256, 4096  # answers at a time: on a CPU, and at most
 ROWS = 64  # of the tree whose speed is estimated
@@ -181,7 +182,7 @@ def fitting_batch(model: Any) -> int:
     free, _ = torch.cuda.mem_get_info(model.device)
     sizes = layer_sizes(model)
     token = 2 * len(layers_of(model)) * sizes["key_heads"] * sizes["head_size"] * torch.finfo(model.dtype).bits // 8
-    return max(1, min(MOST, free // 2 // (token * USUAL)))
+    return max(1, min(MOST, int(free // 2 // (token * USUAL))))
 
 
 def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -210,11 +211,22 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
         raise InputError(f"answers cannot be kept in {folder}: {error.strerror}.") from error
 
 
-def open_out(out: Path, resume: bool) -> Path:
-    """The file for what a training needs to go on, in a folder that is there and not another training's."""
-    checkpoint = out / "checkpoint.pt"
+def open_out(out: Path, resume: bool, guarded: Sequence[str] = ()) -> Path:
+    """The file for what a training needs to go on, in a folder that is there and not another training's.
+
+    Finished heads of the `guarded` kinds must not be there.
+    """
+    checkpoint = out / CHECKPOINT
     if checkpoint.exists() and not resume:
         raise InputError(f"{checkpoint} is of a training that was stopped. Go on with --resume, or delete it.")
+    if resume and not checkpoint.exists():
+        raise InputError(
+            f"there is no {checkpoint} to go on from: that training is finished, or was stopped before its first "
+            "update. Leave out --resume; answers that are there are used again."
+        )
+    for kind in guarded:
+        if not resume and (out / kind / "config.json").exists():
+            raise InputError(f"{out / kind} holds finished heads. Name another --out, or overwrite them with --force.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -252,7 +264,8 @@ def train(
     trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan, team)
     if checkpoint.exists():
         trainer.resume(checkpoint)
-    trainer.run(texts.learnt, show, checkpoint, texts.held_out)
+    with noted_interrupts() as stopping:
+        trainer.run(texts.learnt, show, checkpoint, texts.held_out, stopping)
     accuracies = trainer.accuracies(texts.held_out)
     judged = trainer.accuracies(texts.judged) if texts.judged else {}
     base = fingerprint(adapted)

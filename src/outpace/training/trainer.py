@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +78,26 @@ class Progress:
     curve: list[tuple[float, dict[str, list[float]]]] = field(default_factory=list)  # seconds; each head's accuracy
 
 
+@contextmanager
+def noted_interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: the first is only noted, a second ends everything at once, as ever."""
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone is told
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Trainer:
     """Heads by name, and what they learn from."""
 
@@ -102,9 +125,11 @@ class Trainer:
         show: Callable[[float, str], None] = lambda share, text: None,
         checkpoint: Path | None = None,
         held_out: Sequence[Text] = (),
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Train until the plan's end. `show` is told the share done and the losses.
 
+        Where it is `stopping`, it saves a checkpoint after the update that runs, and raises KeyboardInterrupt.
         On the way it is measured a few times how often guesses are right on held-out texts.
         """
         if self.progress.update == 0:
@@ -123,11 +148,14 @@ class Trainer:
                 lines = {name: [round(head, 4) for head in found.tolist()] for name, found in right.items()}
                 self.progress.curve.append((round(self.progress.seconds, 1), lines))
             show(min(share, 1.0), self._summary())
-            if checkpoint and (share >= 1 or time.perf_counter() - last_save > 60 * self.plan.save_every):
+            stop = self.team.mean(float(stopping())) > 0  # all processes do the same
+            if checkpoint and (share >= 1 or stop or time.perf_counter() - last_save > 60 * self.plan.save_every):
                 self.save(checkpoint)
                 last_save = time.perf_counter()
             if share >= 1:
                 return
+            if stop:
+                raise KeyboardInterrupt
 
     def _endless(self, texts: Sequence[Text]) -> Iterator[Batch]:
         """The batches from the next update on: after a stop the same as without one."""
