@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from outpace import (
 )
 from outpace.bench import calibration
 from outpace.methods import auto
+from outpace.methods.beliefs import Beliefs
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
@@ -357,13 +359,72 @@ def test_a_method_that_brings_less_than_it_costs_is_given_up(monkeypatch: pytest
     monkeypatch.setattr(auto, "glance", lambda engine: dear)
     monkeypatch.setattr(auto, "TRIAL", 4)
     bold = Lookahead(window=7, ngram=4, guesses=7)
-    monkeypatch.setattr(Auto, "_methods", lambda self, costs: [bold, PromptLookup()])
+    monkeypatch.setattr(Auto, "_methods", lambda self: [bold, PromptLookup()])
     decoder = Decoder(tiny("Llama"), method=Auto(heads=False))
     steps = list(decoder.stream(prompt_of(3), max_new_tokens=60))
     assert min(len(step.draft) for step in steps[:4]) > 1
     assert all(len(step.draft) == 1 for step in steps[4:])
     steps = list(decoder.stream(prompt_of(4), max_new_tokens=20))
     assert all(len(step.draft) == 1 for step in steps)  # the next text begins so
+
+
+@pytest.mark.parametrize("recycled", [2, 8])
+def test_lookup_that_recycles_writes_plain_decodings_text(recycled: int) -> None:
+    model = tiny("Llama")
+    for decoder in (decoder_of(model), Decoder(model)):
+        method = PromptLookup(rows=12, recycled=recycled)
+        prompts = [prompt_of(seed) for seed in range(3)]
+        found = decoder.generate(prompts, method=method, sampling=SAMPLINGS, max_new_tokens=30)
+        for result, prompt, sampling in zip(found, prompts, SAMPLINGS, strict=True):
+            alone = decoder.generate(prompt, method=Autoregressive(), sampling=sampling, max_new_tokens=30)
+            assert result.token_ids == alone.token_ids
+        assert {"recycled", "runner-up"} & {name for result in found for name in result.offered}
+
+
+def test_where_the_host_drafts_it_recycles_and_carries_that_to_texts_of_the_same_salt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cheap = CostCurve({}, (1, 2, 64), (64,), ((1.0, 1.0, 1.1),))
+    monkeypatch.setattr(auto, "glance", lambda engine: cheap)
+    decoder = Decoder(tiny("Llama"))
+    offered: list[Counter[str]] = []
+    for salt, carried in (("a", True), ("b", True), ("a", True), ("a", False)):
+        batch = decoder.batch()
+        batch.add(prompt_of(4), method=Auto(heads=False, carried=carried), max_new_tokens=2, salt=salt)
+        steps = [step for _, step in batch if isinstance(step, Step)]
+        offered.append(Counter(steps[0].draft.sources))
+    assert [bool(first["recycled"]) for first in offered] == [False, False, True, False]
+    known = decoder.engine.notes[Auto]
+    assert known.beliefs.chances.counted > 0
+    for number in range(2 * SALTS):
+        known.leave(str(number), known.recall("a"))
+    assert [*known._left] == [str(number) for number in range(SALTS, 2 * SALTS)]
+
+
+@given(
+    said=st.lists(st.tuples(st.sampled_from(["lookup", "recycled"]), st.floats(0, 1), st.booleans()), max_size=200),
+    chances=st.lists(st.floats(1e-9, 1), min_size=2, max_size=2).map(sorted),
+)
+def test_what_is_called_likelier_is_believed_no_less(said: list[tuple[str, float, bool]], chances: list[float]) -> None:
+    beliefs = Beliefs(Chances(["lookup", "recycled"]))
+    right = {number for number, (*_, true) in enumerate(said) if true}
+    beliefs.learn([name for name, *_ in said], [chance for _, chance, _ in said], right)
+    for name in ("lookup", "recycled"):
+        low, high = (beliefs.of(name, chance) for chance in chances)
+        assert 0 < low <= high * (1 + 1e-6) <= 1
+
+
+def test_counts_of_other_sources_are_kept_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "chances.json"
+    first = Chances(["heads", "lookup"])
+    first.count([0, 1], [0, 0], [True, False])
+    first.keep(path)
+    second = Chances(["lookup"])
+    assert second.load(path)
+    second.count([0], [0], [True])
+    second.keep(path)
+    assert first.load(path)
+    assert (first.offered[0, 0], first.offered[1, 0]) == (1, 2)
 
 
 def test_the_quickest_method_is_taken_and_the_boldest_tried_again() -> None:

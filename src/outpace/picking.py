@@ -29,6 +29,7 @@ Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
+PIECE = 64  # words of which only the largest score is looked at first
 NOISED = 256  # a drafter adds the noise to this many of the best tokens, to foresee which will be drawn
 
 
@@ -246,9 +247,25 @@ def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """[2, lines, count] the likeliest tokens by logits [lines, vocabulary], and the logarithms of their chances.
 
     All stays on the device, and nothing depends on the text: a CUDA graph may be captured of it.
+
+    >>> likeliest(torch.tensor([[0.0, 3.0, 1.0]]), 2)[0].tolist()
+    [[1.0, 2.0]]
     """
-    chances, tokens = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    logits = logits.float()
+    best, tokens = _largest(logits, min(count, logits.shape[-1]))
+    chances = best - logits.logsumexp(-1, keepdim=True)
     return torch.stack([tokens.double(), chances.double()])
+
+
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`topk`. It looks through a line of a whole vocabulary once: the largest are in the pieces with large peaks."""
+    lines, words = logits.shape
+    if words < PIECE * count or words % PIECE:
+        return logits.topk(count)
+    pieces = logits.view(lines, -1, PIECE)
+    among = pieces.amax(-1).topk(count).indices  # [lines, count]
+    best, place = pieces.gather(1, among[..., None].expand(-1, -1, PIECE)).flatten(1).topk(count)
+    return best, among.gather(1, place // PIECE) * PIECE + place % PIECE
 
 
 def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Look:
     """What `auto` did on a few texts, and what it goes by."""
 
     total: Result  # of all texts
-    beliefs: dict[str, Belief]  # by source; none where the host drafts
+    beliefs: dict[str, Belief]  # by source
     steps: dict[tuple[int, bool], int]  # by rows, and whether heads were asked; none where the host drafts
     texts: dict[str, int]  # where the host drafts: by the method that they began with
     speeds: dict[str, float]  # of these methods as far as it is known, plain decoding being 1
@@ -98,9 +98,10 @@ def look(decoder: Decoder) -> Look:
             pass
     program = engine.program_for(method, decoder.sampling_for(None, prompts[0], LONG))
     known: Known | None = engine.notes.get(Auto)
+    learnt = known.beliefs.chances if program is None and known else getattr(program, "chances", None)
     return Look(
         total,
-        {} if program is None or program.chances is None else _beliefs(program.chances),
+        {} if learnt is None else _beliefs(learnt),
         {} if program is None else dict(sorted(program.sizes.chosen.items())),
         {} if known is None else dict(known.begun),
         {} if known is None else dict(known.speeds),

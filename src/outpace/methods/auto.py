@@ -18,20 +18,20 @@ from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence as Text
 from ..runtime.calibrate import glance, remembered
-from ..runtime.costs import CostCurve
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
 from ..sources.history import PLACES, STORED, History
-from ..sources.recycle import Recycle
+from ..sources.recycle import SALTS, Recycle
 from .amphista import Amphista
-from .base import Drafter, Method, Size
+from .base import Drafter, Method
+from .beliefs import Beliefs
 from .block import Block
 from .headed import REACH, Headed, Ready, check_width, guesses_of, load_heads, paths_of, shipped
 from .hydra import Hydra
-from .lookahead import Lookahead
 from .medusa import Medusa
+from .ngrams import MEMORY, RECYCLED, RUNNER_UP, Recycled
 from .ngrams import History as Runs
-from .prompt_lookup import PromptLookup
+from .prompt_lookup import NAME, Looking, PromptLookup
 from .store import Store, earlier, make_store
 
 LONGEST = 16  # tokens of the text's end that are looked for in it
@@ -45,7 +45,7 @@ HOPE = 3.0  # the speed that is expected of the boldest method before it was tri
 AGAIN = 8  # so many texts until the boldest is tried again
 PACE = 0.3  # how quickly a method's known speed follows that of its texts
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
-MEMORY = 2**14  # tokens whose followers are remembered at most
+BELIEVED = (NAME, STORED, RECYCLED, RUNNER_UP)  # the names of guesses whose chances the host learns
 NODES = 256  # guesses that are considered: so many are planted quickly
 
 
@@ -104,7 +104,7 @@ class Auto(Method):
                 found.append(guesses_of(heads, engine, paths, lanes, 10))
             recycled = left - 2 * RUNNERS - sum(source.nodes for source in found)
             places = PLACES // 2 if known else PLACES  # the text and the store have half of them each
-            found.append(History(LONGEST, REACH, places, "lookup", device, FLOOR))
+            found.append(History(LONGEST, REACH, places, NAME, device, FLOOR))
             if known:
                 found.append(History(LONGEST, REACH, places, STORED, device, FLOOR, known.tokens))
             found.append(Recycle(RANKS, max(32, recycled), lanes, device, MEMORY, RUNNERS, self.carried))
@@ -117,12 +117,12 @@ class Auto(Method):
         known: Known | None = engine.notes.get(Auto)
         if known is None:
             known = engine.notes[Auto] = Known(engine)
-        methods, stored = self._methods(known.engine.costs), earlier(self.store, engine.model)
+        methods, stored = self._methods(), earlier(self.store, engine.model)
         if sequence.slots and not _have_read(methods[0], sequence):
             methods = methods[1:]
         runs = stored.runs if stored else None
         if known.engine.costs is not None:
-            return _Drafter(methods, known, sequence, picker, runs)
+            return _Drafter(methods, known, sequence, picker, runs, self.carried)
         drafter = methods[0].start(engine, sequence, picker)
         drafter.history.earlier = runs
         return drafter
@@ -131,12 +131,9 @@ class Auto(Method):
         if known := earlier(self.store, model):
             known.add(text)
 
-    def _methods(self, costs: CostCurve | None) -> list[Method]:
-        """Single methods that suit such costs of steps, the boldest first."""
-        sizes: Sequence[Size] = Lookahead.sizes[1:]
-        if costs is not None:
-            sizes = sorted(Lookahead.sizes, key=lambda size: -size.tokens / costs.price(size.rows))
-        free: list[Method] = [Lookahead(**sizes[0].settings), PromptLookup()]  # type: ignore[arg-type]
+    def _methods(self) -> list[Method]:
+        """What it may draft as where the host drafts, the boldest first."""
+        free: list[Method] = [PromptLookup(rows=self.rows, recycled=RANKS), PromptLookup(rows=self.rows)]
         if not self.heads:
             return free
         return [HEADED[self.heads.heads.kind](heads=self.heads, rows=self.rows), *free]
@@ -166,28 +163,52 @@ class Known:
             self.engine.costs = glance(engine)
         self.speeds: dict[str, float] = {}  # by method, plain decoding being 1
         self.begun = Counter[str]()  # texts, by the method that they began with
+        self.beliefs = Beliefs(remembered(engine, BELIEVED))
+        self._left: dict[str, Recycled] = {}  # by the last text of each salt, the newest last
+
+    def recall(self, salt: str) -> Recycled:
+        """What is recycled in a text that begins: what the last one of the same salt has left."""
+        return Recycled(RANKS, self._left.get(salt))
+
+    def leave(self, salt: str, recycled: Recycled) -> None:
+        """A text has ended."""
+        self._left.pop(salt, None)
+        self._left[salt] = recycled
+        if len(self._left) > SALTS:
+            del self._left[next(iter(self._left))]
 
     def choose(self, methods: Sequence[Method]) -> int:
         """Which of these a text begins with: the quickest, and now and then the boldest again."""
-        speeds = [self.speeds.get(method.name, HOPE - place) for place, method in enumerate(methods)]
+        speeds = [self.speeds.get(_label(method), HOPE - place) for place, method in enumerate(methods)]
         chosen = 0 if (self.begun.total() + 1) % AGAIN == 0 else speeds.index(max(speeds))
-        self.begun[methods[chosen].name] += 1
+        self.begun[_label(methods[chosen])] += 1
         return chosen
 
     def learn(self, method: Method, speed: float) -> None:
         """With this method a text, or a part of it, was written at such a speed, plain decoding being 1."""
-        known = self.speeds.get(method.name, speed)
-        self.speeds[method.name] = known + PACE * (speed - known)
+        known = self.speeds.get(_label(method), speed)
+        self.speeds[_label(method)] = known + PACE * (speed - known)
+
+
+def _label(method: Method) -> str:
+    """What tells apart the methods that it drafts as."""
+    return f"{method.name} and recycling" if isinstance(method, PromptLookup) and method.recycled else method.name
 
 
 class _Drafter(Drafter):
     """Drafts as one of some methods; where it brings less than it costs, as the next, which is less bold."""
 
     def __init__(
-        self, methods: Sequence[Method], known: Known, sequence: Text, picker: Picker, earlier: Runs | None
+        self,
+        methods: Sequence[Method],
+        known: Known,
+        sequence: Text,
+        picker: Picker,
+        earlier: Runs | None,
+        carried: bool,
     ) -> None:
         super().__init__(known.engine, sequence, picker)
-        self.methods, self.known, self.earlier = methods, known, earlier
+        self.methods, self.known, self.earlier, self.carried = methods, known, earlier, carried
         assert known.engine.costs is not None
         self.costs = known.engine.costs
         self._begin(known.choose(methods))
@@ -196,6 +217,10 @@ class _Drafter(Drafter):
         self.place = place
         self.inner = self.methods[place].start(self.engine, self.sequence, self.picker)
         self.inner.history.earlier = self.earlier
+        if isinstance(self.inner, Looking):
+            self.inner.beliefs = self.known.beliefs
+            if self.inner.recycled and self.carried:
+                self.inner.recycled = self.known.recall(self.sequence.salt)
         self.extends = self.inner.extends
         self.steps, self.tokens, self.cost = 0, 0, 0.0
 
@@ -210,7 +235,9 @@ class _Drafter(Drafter):
         return self.inner.score(draft)
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        start = perf_counter()
         self.inner.learn(draft, scores, verdict)
+        self.cost += (perf_counter() - start) / self.costs.step(1)
         self.steps += 1
         self.tokens += len(verdict.tokens)
         self.cost += self.costs.price(len(draft))
@@ -221,6 +248,9 @@ class _Drafter(Drafter):
     def _end(self) -> None:
         if self.steps >= TRIAL:
             self.known.learn(self.methods[self.place], self.tokens / self.cost)
+        if isinstance(self.inner, Looking) and self.inner.recycled and self.carried:
+            self.known.leave(self.sequence.salt, self.inner.recycled)
+        self.known.beliefs.chances.pause()
 
     def __exit__(self, *error: Any) -> None:
         self._end()

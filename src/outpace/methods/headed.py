@@ -248,7 +248,7 @@ class _Drafter(Drafter):
         if self.lookup:
             self.history.extend(verdict.tokens)
         if self.recycled:
-            self.recycled.learn(draft.tokens, scores.logits)
+            self.recycled.learn(draft.tokens, scores.logits, verdict.rows[-1])
 
     @torch.inference_mode()
     def draft(self, room: int) -> Draft:

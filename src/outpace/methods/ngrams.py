@@ -17,27 +17,41 @@ from ..draft import Tree
 from ..picking import likeliest
 from ..runtime.costs import Prices
 from ..sources.history import BETWEEN, STORED, TRUST
-from ..sources.recycle import NAME as RECYCLED
+from ..sources.recycle import NAMES, RUNNERS
+from .beliefs import Beliefs
+
+RECYCLED, RUNNER_UP = NAMES
+MEMORY = 2**14  # tokens whose followers are remembered at most
 
 
 class Recycled:
     """The `ranks` likeliest tokens after each token, by what the model said the last time that it computed it.
 
     >>> recycled = Recycled(ranks=2)
-    >>> recycled.learn([7, 5, 7], torch.tensor([[0.0, 2.0, 2.0], [9.0, 0.0, 1.0], [8.0, 8.0, 8.0]]))
+    >>> recycled.learn([7, 5, 7], torch.tensor([[0.0, 2.0, 2.0], [9.0, 0.0, 1.0], [8.0, 8.0, 8.0]]), last=1)
     >>> {token: round(chance, 2) for token, chance in recycled.after(7).items()}
     {1: 0.47, 2: 0.47}
+    >>> recycled.runners
+    {2: 0.05}
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, known: Recycled | None = None) -> None:
+        """It may begin with what another text's has `known`."""
         self._ranks = ranks
-        self._next: dict[int, dict[int, float]] = {}  # token -> token -> its chance
+        self._next: dict[int, dict[int, float]] = dict(known._next) if known else {}  # token -> token -> its chance
+        self.runners: dict[int, float] = {}  # what was ranked behind the text's last token, and may come right after it
 
-    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """What the model says after tokens, logits [tokens, vocabulary]. Of equal tokens the first is remembered."""
+    def learn(self, tokens: Sequence[int], logits: torch.Tensor, last: int) -> None:
+        """What the model says after tokens, logits [tokens, vocabulary]. Of equal tokens the first is remembered.
+
+        After the token with the number `last` it chose the text's newest.
+        """
         found = likeliest(logits, self._ranks)
         for token, best, chances in zip(reversed(tokens), *found.flip(1).tolist(), strict=True):
             self._next[token] = {int(other): exp(chance) for other, chance in zip(best, chances, strict=True)}
+        while len(self._next) > MEMORY:
+            del self._next[next(iter(self._next))]
+        self.runners = dict(zip(map(int, found[0, last, 1:].tolist()), RUNNERS, strict=False))
 
     def after(self, token: int) -> dict[int, float]:
         """The chance of each token that may follow."""
@@ -112,32 +126,40 @@ class History:
         branching: bool = True,
         price: Prices | None = None,
         recycled: Recycled | None = None,
+        beliefs: Beliefs | None = None,
+        said: list[float] | None = None,
     ) -> float:
         """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
 
-        They come from the text, from earlier ones, and from what is `recycled`, the likeliest of them.
+        They come from the text, from earlier ones, and from what is `recycled`: the likeliest of them. What they are
+        called is what they are believed to be, or `beliefs` say that; it goes to `said` for every row that is added.
 
         Nothing is added where not even the first guess has the chance `gate`. Where the `price` of a step by its rows
         is known, as many are added as give the most expected tokens for it: none, if that is best. Returns how many
         tokens a step with them is expected to bring.
         """
-        # A heap of guesses: -chance, order, parent row, token, its depth, the end of the text before it, who guesses.
-        waiting: list[tuple[float, int, int, int, int, tuple[int, ...], str]] = []
+        # A heap of guesses: -chance, order, parent row, token, its depth, the end of the text before it, who guesses,
+        # how likely that one calls it.
+        waiting: list[tuple[float, int, int, int, int, tuple[int, ...], str, float]] = []
         order = 0
 
-        def consider(row: int, depth: int, end: tuple[int, ...], chance: float) -> None:
+        def consider(row: int, depth: int, end: tuple[int, ...], called: float) -> None:
             nonlocal order
-            shares = {token: (share, source) for token, share in self.chances(end).items()}
-            for token, share in (self.earlier.chances(end) if self.earlier else {}).items():
-                shares[token] = max(shares.get(token, (0.0, "")), (share, STORED))
-            for token, share in (recycled.after(tree.tokens[row]) if recycled else {}).items():
-                shares[token] = max(shares.get(token, (0.0, "")), (share, RECYCLED))
-            guesses = [(part * chance, token, by) for token, (part, by) in shares.items() if part * chance > floor]
+            offers = [(source, self.chances(end)), (STORED, self.earlier.chances(end) if self.earlier else {})]
+            if recycled:
+                offers += [(RECYCLED, recycled.after(tree.tokens[row])), (RUNNER_UP, {} if row else recycled.runners)]
+            guesses: dict[int, tuple[float, str, float]] = {}
+            for by, shares in offers:
+                for token, share in shares.items():
+                    chance = beliefs.of(by, share * called) if beliefs else share * called
+                    if chance > max(floor, guesses[token][0] if token in guesses else 0.0):
+                        guesses[token] = (chance, by, share * called)
             if not branching and guesses:
-                guesses = [max(guesses, key=lambda guess: guess[0])]
-            for product, token, by in guesses:
+                likeliest = max(guesses, key=lambda token: guesses[token][0])
+                guesses = {likeliest: guesses[likeliest]}
+            for token, (chance, by, share) in guesses.items():
                 order += 1
-                heapq.heappush(waiting, (-product, order, row, token, depth, end, by))
+                heapq.heappush(waiting, (-chance, order, row, token, depth, end, by, share))
 
         if depth > 0:
             consider(0, 1, tuple(self._end), 1.0)
@@ -146,13 +168,15 @@ class History:
             return expected
         best, best_expected = expected / price(best_rows) if price else 0.0, expected
         while waiting and len(tree) < rows:
-            negative, _, parent, token, at, end, by = heapq.heappop(waiting)
+            negative, _, parent, token, at, end, by, called = heapq.heappop(waiting)
             # No guess to come is likelier, so no number of them is worth its price.
             if price and -negative <= best * price.slope(len(tree)):
                 break
             (row,) = tree.insert((token,), by, below=parent)
+            if said is not None:
+                said.append(called)
             if at < depth:
-                consider(row, at + 1, (*end, token)[-self._longest :], -negative)
+                consider(row, at + 1, (*end, token)[-self._longest :], called)
             expected -= negative
             if price:
                 worth = expected / price(len(tree))

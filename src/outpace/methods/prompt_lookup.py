@@ -15,9 +15,13 @@ from ..runtime.plain import Engine
 from ..sources.base import Plan, Source
 from ..sources.history import PLACES, STORED
 from ..sources.history import History as Repeated
+from ..sources.recycle import Recycle
 from .base import Drafter, Method, prices_of
-from .ngrams import History
+from .beliefs import Beliefs
+from .ngrams import History, Recycled
 from .store import Store, earlier, make_store
+
+NAME = "lookup"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class PromptLookup(Method):
         priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
         tree: False for the likeliest chain alone.
         store: how many tokens of earlier texts are looked through too: those that were written with this very method.
+        recycled: how many tokens are remembered after each token: those that the model ranked next when it last
+            computed it, accepted or not. They are guessed too; 0 for none.
     """
 
     name = "prompt-lookup"
@@ -45,9 +51,10 @@ class PromptLookup(Method):
     tree: bool = True
     priced: bool = True
     store: Store | int = 0
+    recycled: int = 0
 
     def __post_init__(self) -> None:
-        self.check(longest=(1, 64), rows=(1, 1024), depth=(1, 512), gate=(0.0, 1.0))
+        self.check(longest=(1, 64), rows=(1, 1024), depth=(1, 512), gate=(0.0, 1.0), recycled=(0, 32))
         make_store(self)
 
     @property
@@ -56,7 +63,7 @@ class PromptLookup(Method):
 
     @property
     def dealt(self) -> bool:
-        return self.tree and not self.store  # ranks may have written other texts before
+        return self.tree and not (self.store or self.recycled)  # ranks know no more than what all have
 
     def plan(self, engine: Engine) -> Plan:
         places = min(PLACES, self.rows) if self.tree else 1
@@ -65,9 +72,11 @@ class PromptLookup(Method):
         known = earlier(self.store, engine.model)
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
-            found: list[Source] = [Repeated(self.longest, depth, places, "lookup", device)]
+            found: list[Source] = [Repeated(self.longest, depth, places, NAME, device)]
             if known:
                 found.append(Repeated(self.longest, depth, places, STORED, device, store=known.tokens))
+            if self.recycled:
+                found.append(Recycle(self.recycled, max(1, self.rows // 2), lanes, device, runners=self.recycled - 1))
             return found
 
         return Plan(
@@ -78,14 +87,18 @@ class PromptLookup(Method):
         )
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        return _Drafter(self, engine, sequence, picker)
+        return Looking(self, engine, sequence, picker)
 
     def remember(self, model: Model, text: Items[int]) -> None:
         if known := earlier(self.store, model):
             known.add(text)
 
 
-class _Drafter(Drafter):
+class Looking(Drafter):
+    """Looks through the text, and through what is recycled."""
+
+    beliefs: Beliefs | None = None  # of its guesses, where they are learnt
+
     def __init__(self, method: PromptLookup, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)
         self.method = method
@@ -93,21 +106,32 @@ class _Drafter(Drafter):
         if known := earlier(method.store, engine.model):
             self.history.earlier = known.runs
         self.history.extend(sequence.tokens)
+        self.recycled = Recycled(method.recycled) if method.recycled else None
+        self._said: list[float] = []  # how likely the guesses were called
 
     def draft(self, room: int) -> Draft:
         method = self.method
         tree = Tree(self.sequence.tokens[-1])
         costs = self.engine.costs if method.priced else None
+        self._said = []
         self.history.grow(
             tree,
             method.rows,
             min(method.depth, room),
-            "lookup",
+            NAME,
             gate=0.0 if costs else method.gate,
             branching=method.tree,
             price=costs.price if costs else None,
+            recycled=self.recycled,
+            beliefs=self.beliefs,
+            said=self._said,
         )
         return tree.draft()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         self.history.extend(verdict.tokens)
+        if self.recycled:
+            self.recycled.learn(draft.tokens, scores.logits, verdict.rows[-1])
+        if self.beliefs and len(draft) > 1:
+            right = {row - 1 for row in verdict.rows}
+            self.beliefs.learn(draft.sources[1:], self._said[: len(draft) - 1], right)

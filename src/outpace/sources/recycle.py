@@ -31,7 +31,7 @@ SALTS = 16  # what texts have left is kept for so many
 DEEPEST = 6  # tokens ahead
 BEHIND: Sequence[Ranks] = ((), (0,))  # the ranks that follow each runner-up
 NONE = -1  # in place of a token
-NAME = "recycled"
+NAMES = ("recycled", "runner-up")
 # How often the model's second, third, … choice for a token is the token after it. Counted in 31 answers of the embedded
 # model to Spec-Bench prompts (3,100 tokens); the chance that the model gave it then says little more.
 RUNNERS = (0.05, 0.03, 0.03, 0.02, 0.02, 0.015, 0.015)
@@ -49,7 +49,7 @@ class Recycle(Source):
     runners: how many runners-up are offered, fewer than there are ranks, and what is remembered as best after each.
     """
 
-    names = (NAME, "runner-up")
+    names = NAMES
 
     def __init__(
         self,

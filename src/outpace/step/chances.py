@@ -47,6 +47,7 @@ class Chances:
         self.offered: Counts = np.zeros((len(self.names), KNOTS))
         self.right: Counts = np.zeros((len(self.names), KNOTS))
         self.counted = 0  # guesses, since it was made
+        self._others: dict[str, Any] = {}  # stored counts of other sources, which are kept as they are
 
     def count(self, sources: Any, knots: Any, right: Any) -> None:
         """Guesses of these sources, said to be as likely as these knots, were right or not."""
@@ -81,7 +82,7 @@ class Chances:
 
     def keep(self, path: Path) -> None:
         """Store the counts, whole or not at all."""
-        lines = {
+        lines = self._others | {
             name: [self.offered[row].round(2).tolist(), self.right[row].round(2).tolist()]
             for row, name in enumerate(self.names)
         }
@@ -108,4 +109,5 @@ class Chances:
         for row, name in enumerate(self.names):
             if name in found:
                 self.offered[row], self.right[row] = found[name]
+        self._others = {name: counts.tolist() for name, counts in found.items() if name not in self.names}
         return True
