@@ -179,7 +179,7 @@ def fitting_batch(model: Any) -> int:
     """How many answers a device has memory for at a time: half of what is free, for keys and values."""
     if model.device.type != "cuda":
         return ON_CPU
-    free, _ = torch.cuda.mem_get_info(model.device)
+    free: int = torch.cuda.mem_get_info(model.device)[0]
     sizes = layer_sizes(model)
     token = 2 * len(layers_of(model)) * sizes["key_heads"] * sizes["head_size"] * torch.finfo(model.dtype).bits // 8
     return max(1, min(MOST, int(free // 2 // (token * USUAL))))
