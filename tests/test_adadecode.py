@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from dataclasses import replace
@@ -28,12 +29,13 @@ from outpace import (
     UnsupportedModel,
     UnverifiedAdaDecode,
 )
-from outpace.draft import chain
+from outpace.draft import MODEL, chain
 from outpace.heads import TRAINABLE, ExitHeads, ExitSettings
 from outpace.heads.blocks import BlockShape
 from outpace.heads.exits import BINS, BORDERS, spread
 from outpace.heads.storing import Stored, fingerprint, load, save
-from outpace.methods.leaving import Calibrated, Costs, choose, costs_of, predict
+from outpace.methods import adadecode
+from outpace.methods.leaving import Calibrated, Costs, Guard, choose, costs_of, predict
 from outpace.methods.staircase import Heights, Staircase
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
@@ -44,6 +46,7 @@ from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import alone
 
 from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, mostly_slow, tiny, tiny_chain
+from .statistics import chi_square_fits
 
 EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
 
@@ -265,6 +268,27 @@ def test_by_the_papers_rule_a_tree_knows_nothing_of_the_targets_noise() -> None:
         assert (len({draft.tokens for draft in first}) == 1) == (rule == "rejection")
 
 
+def test_by_the_papers_rule_exits_keep_the_distribution() -> None:
+    """The second token's law, whatever the first was: guessed by an exit, and accepted or drawn again."""
+    model = tiny("Llama", vocab_size=8)
+    decoder, temperature = Decoder(model), 1.5
+    exits = decoder.prepare(AdaDecode(random_exits(model, layers=(1,)), control="fixed", gamma=0.01, pending=1))
+    with torch.inference_mode():
+        first = (model(torch.tensor([[3, 5]])).logits[0, -1] / temperature).softmax(-1)
+        texts = torch.tensor([[3, 5, token] for token in range(8)])
+        second = (model(texts).logits[:, -1] / temperature).softmax(-1)
+    draws, guessed, right = torch.zeros(8), 0, 0
+    for seed in range(240):
+        sampling = Sampling(temperature=temperature, rule="rejection", seed=seed)
+        steps = list(decoder.stream([3, 5], method=exits, sampling=sampling, max_new_tokens=2))
+        draws[steps[1].tokens[0]] += 1
+        guessed += len(steps[1].draft) - 1
+        right += steps[1].sources[0] != MODEL
+    assert guessed == 240
+    assert 40 < right < 220  # both branches of the rule
+    assert chi_square_fits(draws, first @ second)
+
+
 def test_a_guessed_end_of_text_ends_nothing() -> None:
     decoder = Decoder(tiny("Llama"))
     method = decoder.prepare(AdaDecode(random_exits(tiny("Llama"), seed=2), control="fixed", gamma=0.001))
@@ -343,6 +367,19 @@ def test_a_staircase_computes_what_a_whole_step_does() -> None:
         torch.testing.assert_close(alone(stairs.finish()).logits, whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_without_verification_processors_are_obeyed(temperature: float) -> None:
+    decoder, odd = Decoder(tiny("Llama")), torch.arange(VOCABULARY) % 2 == 1
+
+    def even_alone(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(odd, -math.inf)
+
+    method = UnverifiedAdaDecode(random_exits(tiny("Llama")), control="fixed", gamma=0.01)
+    found = write(decoder, method, [1, 2, 3], Sampling(temperature=temperature, processors=[even_alone]))
+    assert found.steps < 30
+    assert not any(token % 2 for token in found.token_ids)
+
+
 def test_without_verification_the_text_is_marked_lossy() -> None:
     decoder = Decoder(tiny("Llama"))
     exits = random_exits(tiny("Llama"))
@@ -389,6 +426,38 @@ def test_the_picture_shows_every_layer_of_every_row_once() -> None:
 
 
 # Control.
+
+
+def test_exits_that_are_slow_by_the_clock_are_left_for_the_rest_of_the_text() -> None:
+    now, took = [0.0], {False: 1.0, True: 2.9}  # seconds of a step; with exits it brings three tokens
+
+    def steps(guard: Guard, count: int) -> list[bool]:
+        found = []
+        for _ in range(count):
+            found.append(guard.begin())
+            now[0] += took[found[-1]]
+            guard.end(3 if found[-1] else 1)
+        return found
+
+    guard = Guard(lambda: now[0])
+    assert steps(guard, 20) == [False] * 4 + [True] * 16
+    took[True] = 3.1
+    assert steps(guard, 20) == [True] * 8 + [False] * 12  # 24 tokens later
+    assert not guard.pays
+
+
+def test_a_text_goes_on_plainly_where_exits_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, method = Decoder(tiny("Llama")), AdaDecode(random_exits(tiny("Llama")))
+    monkeypatch.setattr(Calibrated, "next", lambda self, after: after + 1 if after + 1 < len(self.seen) else None)
+    monkeypatch.setattr(Calibrated, "leaves", lambda self, exit_, confidence: self.rows < 3)
+    expected = write(decoder, Autoregressive(), [1, 2, 3], Sampling(), 90)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(adadecode, "Guard", lambda: Guard(lambda: float(next(clock))))
+    found = [*decoder.stream([1, 2, 3], method=decoder.prepare(method), max_new_tokens=90)]
+    assert [token for step in found for token in step.tokens] == expected.token_ids
+    drafted = [len(step.draft) > 1 for step in found]
+    assert drafted[:6] == [False] * 5 + [True]
+
 
 COSTS = Costs(climbs=(8.0, 16.0, 24.0), whole=34.0, probe=2.5, prices=(1.0,) * 16)
 

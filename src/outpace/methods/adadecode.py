@@ -33,7 +33,7 @@ from ..step.texts import Texts
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, Size
 from .headed import FLOOR, LONGEST, REACH, Ready, shipped
-from .leaving import Calibrated, Control, Counts, Fixed, choose, costs_of
+from .leaving import Calibrated, Control, Counts, Fixed, Guard, choose, costs_of
 from .staircase import Staircase
 
 TREE = "tree"
@@ -237,6 +237,7 @@ class Asked(NamedTuple):
 
 class _Drafter(Drafter):
     extends = False
+    verifies = True
     asks = True
 
     def __init__(
@@ -257,6 +258,10 @@ class _Drafter(Drafter):
         self.control = control
         # A user's processors may count their calls or refuse what lies beyond the end: guesses do without them.
         self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
+        # Where the text depends on the drafts, it must not depend on the clock.
+        timed = isinstance(control, Calibrated) and (picker.greedy or picker.sampling.rule == "keyed")
+        self.guard = Guard() if timed and self.verifies else None
+        self.timed: Guard | None = None  # of this step
         self.stairs: Staircase | None = None
         self.asked: list[Asked] = []
 
@@ -265,7 +270,9 @@ class _Drafter(Drafter):
         self.stairs = None
         self.asked = []
         # The first step reads the prompt, through all layers, and guesses nothing.
-        if len(self.sequence.slots) < self.sequence.position:
+        reads = len(self.sequence.slots) < self.sequence.position
+        self.timed = self.guard if not reads else None
+        if reads or (self.timed and not self.timed.begin()):
             return chain(text[-1], (), "")
         most = min(self.control.most, room)
         stairs = self.stairs = Staircase(self.engine, self.sequence, most + 1)
@@ -314,6 +321,8 @@ class _Drafter(Drafter):
         return super().score(draft) if self.stairs is None else self.stairs.finish()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        if self.timed:
+            self.timed.end(len(verdict.tokens))
         if self.stairs is None:
             return
         for row, exit_, confidence, token in self.asked:
@@ -410,6 +419,12 @@ def _answer(output: Output) -> tuple[Scores, float]:
 
 class _Believer(_Drafter):
     """Has the target say after each row what was guessed there."""
+
+    verifies = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.guesser = self.picker  # nobody else will ask the user's processors
 
     def score(self, draft: Draft) -> Asking[Scores]:
         scores = yield from super().score(draft)

@@ -7,10 +7,12 @@ right, and all guesses before it were. So it pays while the product of those cha
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from statistics import median
+from time import perf_counter
 from typing import TypeAlias
 
 from ..heads.exits import BINS, BORDERS, bin_of
@@ -25,6 +27,8 @@ SEEN = 256  # the same for how often its exit lands in each bin
 DOUBT = 2.0  # guesses that a bin is thought to have had before any was counted, right as often as their confidence
 MEMORY = 8  # tokens at plain decoding's cost that a text is thought to have begun with
 CPU_ROW = 0.14  # of a step: what a further row costs on a CPU, where it was not measured
+GPU_ROW, GPU_BEGIN = 0.002, 2.0  # the same on a GPU, and how many layers the pause between two climbs takes there
+PLAIN, TRIED = 4, 24  # steps that are written plainly at first, and tokens after which exits are compared with them
 WEIGHTS = 12  # a layer has about so many times the weights of a T
 STEPS = 400  # that a prediction plays through
 ENOUGH = 0.005  # of speed: what a further exit must bring at least
@@ -77,10 +81,12 @@ class Costs:
     whole: float  # all layers and the output head
     probe: float  # stopping at an exit and asking it
     prices: tuple[float, ...]  # [rows - 1] of so many rows, where one row costs 1
+    begin: float = 0.0  # starting a climb; part of the whole, and of asking
 
     def leaving(self, exit_: int, rows: int) -> float:
-        """What leaving costs, with so many rows in the chain: the climb up to here again, and a further row above."""
-        return self.climbs[exit_] + (self.prices[rows] - self.prices[rows - 1]) * (self.whole - self.climbs[exit_])
+        """What leaving costs, with so many rows in the chain: a second climb up to here, and a further row above."""
+        further = (self.prices[rows] - self.prices[rows - 1]) * (self.whole - self.climbs[exit_])
+        return self.begin + self.climbs[exit_] + further
 
     def of(self, exits: Sequence[int]) -> Costs:
         """With these exits alone."""
@@ -90,16 +96,16 @@ class Costs:
 def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
     """The costs with exits after these layers, from what was measured, else from the sizes of things."""
     model, curve = engine.model, engine.costs
-    begin, head, asking, prices = 0.0, model.vocabulary / (WEIGHTS * model.width), 0.0, None
+    slope, begin = (CPU_ROW, 0.0) if model.device.type == "cpu" else (GPU_ROW, GPU_BEGIN)
+    head, asking, prices = model.vocabulary / (WEIGHTS * model.width), 0.0, None
     if curve is not None and curve.parts is not None:
         begin, head, asking = (cost / curve.parts.layer for cost in (curve.parts.begin, curve.parts.head, curve.asking))
         prices = tuple(accumulate((curve.price(rows) for rows in range(1, LONGEST + 2)), max))  # no row has a bonus
     if prices is None:
-        slope = CPU_ROW if model.device.type == "cpu" else 0.0
         prices = tuple(1 + slope * rows for rows in range(LONGEST + 1))
     spared = head * (1 - frequent / model.vocabulary) if frequent else 0.0
     probe = max(asking or begin + head, spared) - spared + 1 / WEIGHTS
-    return Costs(tuple(map(float, layers)), begin + model.layers + head, probe, prices)
+    return Costs(tuple(map(float, layers)), begin + model.layers + head, probe, prices, begin)
 
 
 class Calibrated(Control):
@@ -122,9 +128,11 @@ class Calibrated(Control):
         self.spent, self.tokens = MEMORY * costs.whole, float(MEMORY)
         self.chance, self.rows = 1.0, 1  # of the chain: that all its guesses are right, and how many rows it has
         self._gains: list[float] = []
+        self._waiting: set[int] = set()  # exits where rows of the chain wait: all climbs stop there in any case
 
     def begin(self) -> None:
         self.chance, self.rows = 1.0, 1
+        self._waiting = set()
         self.spent += self.costs.whole
 
     def next(self, after: int) -> int | None:
@@ -144,8 +152,12 @@ class Calibrated(Control):
             later, cost = gains[0], self.costs.leaving(exit_, self.rows)
             lines = zip(self.seen[exit_], self.right[exit_], self.asked[exit_], strict=True)
             won = sum(seen * max(worth * right / asked - cost, later) for seen, right, asked in lines)
-            gains.insert(0, max(later, won / sum(self.seen[exit_]) - self.costs.probe))
+            gains.insert(0, max(later, won / sum(self.seen[exit_]) - self._asking(exit_)))
         return gains
+
+    def _asking(self, exit_: int) -> float:
+        """What it costs to ask an exit. Where a row waits, leaving has paid for the stop."""
+        return self.costs.probe - (min(self.costs.begin, self.costs.probe) if exit_ in self._waiting else 0.0)
 
     def _worth(self) -> float:
         """What a right guess behind this chain saves: a token at the cost that tokens have now."""
@@ -154,7 +166,7 @@ class Calibrated(Control):
     def leaves(self, exit_: int, confidence: float) -> bool:
         place = bin_of(confidence)
         self.seen[exit_][place] += 1
-        self.spent += self.costs.probe
+        self.spent += self._asking(exit_)
         chance = self.right[exit_][place] / self.asked[exit_][place]
         cost = self.costs.leaving(exit_, self.rows)
         if self._worth() * chance - cost <= self._gains[exit_ + 1]:
@@ -162,6 +174,7 @@ class Calibrated(Control):
         self.chance *= chance
         self.rows += 1
         self.spent += cost
+        self._waiting = {exit_, *(other for other in self._waiting if other > exit_)}
         return True
 
     def learn(self, exit_: int, confidence: float, right: bool) -> None:
@@ -171,6 +184,33 @@ class Calibrated(Control):
 
     def end(self, tokens: int) -> None:
         self.tokens += tokens
+
+
+class Guard:
+    """Whether the exits pay by the clock in this text: seconds a token, beside those of its first plain steps."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
+        self.pays = True
+        self._plain: list[float] = []
+        self._began, self._uses = 0.0, False
+        self._seconds, self._tokens = 0.0, 0  # of steps with exits since they were last compared
+
+    def begin(self) -> bool:
+        """A step begins: whether exits may be used in it."""
+        self._began, self._uses = self.clock(), self.pays and len(self._plain) == PLAIN
+        return self._uses
+
+    def end(self, tokens: int) -> None:
+        """The step has brought so many tokens."""
+        seconds = self.clock() - self._began
+        if not self._uses:
+            self._plain = [*self._plain, seconds][:PLAIN]
+            return
+        self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
+        if self._tokens >= TRIED:
+            self.pays = self._seconds / self._tokens < median(self._plain)
+            self._seconds, self._tokens = 0.0, 0
 
 
 @lru_cache(maxsize=64)
