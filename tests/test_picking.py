@@ -8,9 +8,11 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace import Decoder, PromptLookup
 from outpace.errors import InputError, InvalidLogits
 from outpace.picking import Picker, Sampling, gumbel, uniform
 
+from .conftest import tiny
 from .statistics import chi_square_fits
 
 LOGITS = torch.randn(97, generator=torch.Generator().manual_seed(3)) * 3
@@ -43,6 +45,26 @@ def test_seeds_positions_and_streams_differ() -> None:
 
 def test_greedy_is_argmax() -> None:
     assert Picker(Sampling(), 1).choose(LOGITS, [1]) == int(LOGITS.argmax())
+
+
+def test_typical_acceptance_takes_what_is_likely_enough_and_says_that_it_is_lossy() -> None:
+    how = Sampling(temperature=1.0, rule="typical", seed=3)
+    flat, sure = torch.zeros(100), torch.tensor([9.0, 5.0, *[0.0] * 98])
+    for logits, proposals, taken in (
+        (flat, [(5, None), (6, None)], 5),  # p = 0.01 > 0.3 / 100
+        (sure, [(1, None)], None),  # p = 0.02
+        (sure, [(1, None), (0, None)], 0),  # the likeliest
+        (flat, [], None),
+    ):
+        found = Picker(how, 1).choose(logits, [7], proposals)
+        assert found == (Picker(Sampling(temperature=1.0, seed=3), 1).choose(logits, [7]) if taken is None else taken)
+    assert not how.lossless
+    assert Sampling(rule="typical").lossless  # greedy
+    decoder = Decoder(tiny("Llama"))
+    for rule in ("typical", "keyed"):
+        sampling = Sampling(temperature=1.0, rule=rule)  # type: ignore[arg-type]
+        found = decoder.generate([5, 9, 5, 9], method=PromptLookup(), sampling=sampling, max_new_tokens=8)
+        assert found.lossless == (rule == "keyed")
 
 
 @pytest.mark.parametrize("rule", ["keyed", "rejection"])

@@ -139,6 +139,7 @@ class Result:
         self.finish_reason = step.finish
         self.logprobs += step.logprobs
         self.reused += step.reused
+        self.lossless = self.lossless and step.lossless
         self.rows += len(step.draft)
         for source in step.draft.sources[1:]:
             self.offered[source] = self.offered.get(source, 0) + 1

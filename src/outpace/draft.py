@@ -282,3 +282,4 @@ class Step:
     cost: tuple[float, float] | None = None  # of this step, and of one with a single row, where both are known
     logprobs: tuple[Likely, ...] = ()  # [tokens] where they were asked for
     reused: int = 0  # in the first step: tokens of the prompt that had been computed for another text
+    lossless: bool = True  # False where the rule itself changes the text

@@ -41,5 +41,5 @@ def _range(name: str, value: Any) -> tuple[bool, str]:
     if name in ("presence_penalty", "frequency_penalty"):
         return math.isfinite(value), "a finite number"
     if name == "rule":
-        return value in ("keyed", "rejection"), "'keyed' or 'rejection'"
+        return value in ("keyed", "rejection", "typical"), "'keyed', 'rejection' or 'typical'"
     return True, ""

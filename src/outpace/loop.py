@@ -150,7 +150,8 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
         clock.lap("learn")
         cost = _cost(drafter, draft, clock.laps, first=written == len(verdict.tokens))
         sources = _sources(draft, verdict)
-        yield Step(verdict.tokens, sources, draft, verdict.rows, finish, clock.laps, "", cost, likely, reused)
+        lossless = picker.sampling.lossless
+        yield Step(verdict.tokens, sources, draft, verdict.rows, finish, clock.laps, "", cost, likely, reused, lossless)
         reused = 0
 
 

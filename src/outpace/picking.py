@@ -1,7 +1,8 @@
-"""How the target chooses a token: processors, then greedy or keyed noise, or the papers' rejection rule.
+"""How the target chooses a token: processors, then greedy or keyed noise, or one of the papers' rules.
 
 A choice depends on the logits, the text before it, and the seed. It never depends on what was drafted (but for
-the rejection rule, which keeps only the distribution). So the text is the same whatever the method.
+the rejection rule, which keeps only the distribution, and typical acceptance, which keeps nothing). So the text is the
+same whatever the method.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
 PIECE = 64  # words of which only the largest score is looked at first
+TYPICAL, SURE = 0.09, 0.3  # Medusa's threshold of typical acceptance, and its factor before exp(-entropy)
 NOISED = 256  # a drafter adds the noise to this many of the best tokens, to foresee which will be drawn
 
 
@@ -39,8 +41,9 @@ class Sampling:
 
     `temperature` 0 is greedy. `repetition_penalty` counts prompt and answer, as in transformers; None is the model's
     own (its `generation_config`), 1 is none. `presence_penalty` and `frequency_penalty` count the answer alone. `rule`
-    is "keyed" (the same seed gives the same text with every method) or "rejection" (the papers' rule: the same
-    distribution, another text).
+    is "keyed" (the same seed gives the same text with every method), "rejection" (the papers' rule: the same
+    distribution, another text) or "typical" (Medusa's typical acceptance, LOSSY: guesses that are likely enough are
+    taken, so the distribution is another; it is there to be compared with).
     """
 
     temperature: float = 0.0
@@ -53,13 +56,18 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     processors: Sequence[Processor] = ()
     seed: int = 0
-    rule: Literal["keyed", "rejection"] = "keyed"
+    rule: Literal["keyed", "rejection", "typical"] = "keyed"
 
     def __post_init__(self) -> None:
         check_sampling(vars(self))
         for token, bias in self.logit_bias.items():
             if not (isinstance(token, int) and isinstance(bias, (int, float)) and bias < math.inf):
                 raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below infinity.")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the distribution is the target's own."""
+        return self.rule != "typical" or self.temperature == 0
 
 
 class Foreseen(NamedTuple):
@@ -102,6 +110,8 @@ class Picker:
         """The target's token after `prefix`, given its logits there [vocabulary]."""
         if self.sampling.rule == "rejection" and not self.greedy:
             return self._reject(self.probabilities(logits, prefix), len(prefix), proposals)
+        if not self.sampling.lossless and (token := self._typical(logits, prefix, proposals)) is not None:
+            return token
         return self._pick(logits, prefix)
 
     def guess(self, logits: torch.Tensor, prefix: Sequence[int]) -> Proposal:
@@ -218,6 +228,15 @@ class Picker:
 
     def _draw(self, probabilities: torch.Tensor, position: int, stream: int) -> int:
         return self._draw_from_scores(probabilities.log(), position, stream)
+
+    def _typical(self, logits: torch.Tensor, prefix: Sequence[int], proposals: Sequence[Proposal]) -> int | None:
+        """Of the guesses that are likely enough, given how sure the target is, the likeliest; None: none is."""
+        if not proposals:
+            return None
+        p = self.probabilities(logits, prefix)
+        least = min(TYPICAL, SURE * math.exp(-float(torch.special.entr(p).sum())))
+        token = max((token for token, _ in proposals), key=lambda token: float(p[token]))
+        return token if p[token] > least else None
 
     def _reject(self, p: torch.Tensor, position: int, proposals: Sequence[Proposal]) -> int:
         """Accept a guess x with min(1, p(x)/q(x)); at a refusal go on with the normalised positive part of p − q.

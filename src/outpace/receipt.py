@@ -148,10 +148,10 @@ def _refuse_what_cannot_be_checked(decoder: Decoder, trace: Trace) -> None:
             f"the trace was written by another model than {decoder.model.name}: one with {other}. Name the right one "
             "with --model."
         )
-    if trace.sampling.rule == "rejection" and trace.sampling.temperature > 0:
+    if trace.sampling.rule != "keyed" and trace.sampling.temperature > 0:
         raise InputError(
-            "a text sampled by the rejection rule depends on what was guessed, so it cannot be picked again. Use "
-            "the rule 'keyed'."
+            f"a text sampled by the rule {trace.sampling.rule!r} depends on what was guessed, so it cannot be picked "
+            "again. Use the rule 'keyed'."
         )
     for token in (*trace.prompt, *trace.tokens):
         if not 0 <= token < decoder.model.vocabulary:

@@ -60,7 +60,11 @@ def generate(
     ] = 0.0,
     seed: options.Seed = 0,
     rule: Annotated[
-        str, typer.Option(metavar="keyed|rejection", help="How samples are drawn: keyed noise, or rejection sampling.")
+        str,
+        typer.Option(
+            metavar="keyed|rejection|typical",
+            help="How samples are drawn: keyed noise, rejection sampling, or typical acceptance (lossy).",
+        ),
     ] = "keyed",
     stop: Annotated[list[str], typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = [],  # noqa: B006
     dtype: options.Dtype = None,
