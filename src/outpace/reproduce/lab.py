@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..bench.data import Question
-from ..bench.entries import Entry, Ours, Transformers
+from ..bench.entries import Entry, Ours, Run, Task, Transformers
 from ..bench.harness import Settings, digest, measure
 from ..bench.results import summarize
 from ..decoder import Decoder
@@ -69,14 +69,15 @@ class Found:
         """Tokens a step."""
         return self.figure("tokens_per_step", label, task)
 
-    def steps_on(self, label: str, kind: str) -> float | None:
-        """Tokens a step on all tasks of a kind."""
-        runs = [run for task in KINDS[kind] for run in self.of(label, task)]
-        return sum(len(run["token_ids"]) for run in runs) / sum(run["steps"] for run in runs) if runs else None
-
     def speed(self, label: str, task: str = "") -> float | None:
         """Tokens a second, plain decoding's being 1."""
         return self.figure("speed", label, task)
+
+    def speed_on(self, label: str, kind: str) -> float | None:
+        """The speed by the clock on all tasks of a kind: the mean of them."""
+        speeds = [self.speed(label, task) for task in KINDS[kind] if self.of(label, task)]
+        known = [speed for speed in speeds if speed is not None]
+        return sum(known) / len(known) if known else None
 
     def best(self, labels: Sequence[str], figure: Callable[[str], float | None]) -> str | None:
         """The label with the highest figure."""
@@ -106,6 +107,18 @@ def known_by(method: Method) -> dict[str, str]:
     weights = {name: weight.flatten() for name, weight in ready.heads.state_dict().items()}
     sample = {name: weight[:: max(1, len(weight) // 16)].tolist() for name, weight in weights.items()}
     return {"heads": sha256(json.dumps(sample).encode()).hexdigest()[:16]}
+
+
+class ByRule(Ours):
+    """A method that samples by a rule of the papers. Its text is not plain decoding's, so the two are not compared."""
+
+    def __init__(self, decoder: Decoder, method: Method, label: str, rule: Literal["rejection", "typical"]) -> None:
+        super().__init__(decoder, method, label, {**known_by(decoder.prepare(method)), "rule": rule})
+        self.lossless = False
+        self._rule = rule
+
+    def run(self, task: Task) -> Run:
+        return super().run(replace(task, sampling=replace(task.sampling, rule=self._rule)))
 
 
 class Lab:
