@@ -29,7 +29,7 @@ from outpace import (
     UnsupportedModel,
     UnverifiedAdaDecode,
 )
-from outpace.draft import MODEL, chain
+from outpace.draft import chain
 from outpace.heads import TRAINABLE, ExitHeads, ExitSettings
 from outpace.heads.blocks import BlockShape
 from outpace.heads.exits import BINS, BORDERS, spread
@@ -46,7 +46,6 @@ from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import alone
 
 from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, mostly_slow, tiny, tiny_chain
-from .statistics import chi_square_fits
 
 EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
 
@@ -266,27 +265,6 @@ def test_by_the_papers_rule_a_tree_knows_nothing_of_the_targets_noise() -> None:
         samplings = [Sampling(temperature=1.0, seed=seed, rule=rule) for seed in range(3)]  # type: ignore[arg-type]
         first = [next(iter(decoder.stream([5, 9, 5], method=method, sampling=each))).draft for each in samplings]
         assert (len({draft.tokens for draft in first}) == 1) == (rule == "rejection")
-
-
-def test_by_the_papers_rule_exits_keep_the_distribution() -> None:
-    """The second token's law, whatever the first was: guessed by an exit, and accepted or drawn again."""
-    model = tiny("Llama", vocab_size=8)
-    decoder, temperature = Decoder(model), 0.7
-    exits = decoder.prepare(AdaDecode(random_exits(model, layers=(1,)), control="fixed", gamma=0.01, pending=1))
-    with torch.inference_mode():
-        first = (model(torch.tensor([[3, 5]])).logits[0, -1] / temperature).softmax(-1)
-        texts = torch.tensor([[3, 5, token] for token in range(8)])
-        second = (model(texts).logits[:, -1] / temperature).softmax(-1)
-    draws, guessed, right = torch.zeros(8), 0, 0
-    for seed in range(240):
-        sampling = Sampling(temperature=temperature, rule="rejection", seed=seed)
-        steps = list(decoder.stream([3, 5], method=exits, sampling=sampling, max_new_tokens=2))
-        draws[steps[1].tokens[0]] += 1
-        guessed += len(steps[1].draft) - 1
-        right += steps[1].sources[0] != MODEL
-    assert guessed == 240
-    assert 20 < right < 235  # both branches of the rule
-    assert chi_square_fits(draws, first @ second)
 
 
 def test_a_guessed_end_of_text_ends_nothing() -> None:

@@ -256,7 +256,7 @@ class TestRefusals:
             (("--method", "draft-model"), ("draft-model: no model given", "--set model=")),
             (("--temperature", "-1"), ("temperature=-1.0",)),
             (("--top-p", "0"), ("top_p=0.0",)),
-            (("--rule", "papers"), ("rule='papers'", "'keyed' or 'rejection'")),
+            (("--rule", "papers"), ("rule='papers'", "'keyed', 'rejection' or 'typical'")),
         ],
     )
     def test_before_the_model_is_loaded(self, folder: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
