@@ -93,9 +93,12 @@ def answers(
     shuffled = list(prompts)
     random.Random(how.seed).shuffle(shuffled)
     held_out = shuffled[: how.held_out]
-    rest = [prompt for prompt in distinct(shuffled[how.held_out :], held_out) if isinstance(prompt, str)]
+    apart = [*held_out, *judge]
+    rest = [prompt for prompt in distinct(shuffled[how.held_out :], apart) if isinstance(prompt, str)]
     if not rest:
-        raise InputError("all prompts share 13 words in a row with those that are held out. Give others, or fewer.")
+        raise InputError(
+            "every prompt shares 13 words in a row with one that is held out or judged, or is the same. Give others."
+        )
     if not how.batch:
         how = replace(how, batch=fitting_batch(model))
     writer = _Writer(decoder, model, folder, how, show, team)
@@ -107,7 +110,7 @@ def answers(
         begun = (number - 1) / how.rounds
         share = 1 / (how.rounds * (1 + how.more))
         said = writer.write(f"round-{number}", list(rest), begun + share, seed=number)
-        made = distinct(derive(said, int(how.more * len(rest)), how.seed + number), held_out)
+        made = distinct(derive(said, int(how.more * len(rest)), how.seed + number), apart)
         writer.write(f"more-{number}", made, number / how.rounds, seed=500 + number)
     return Texts(
         writer.read("round-*", "more-*"),
