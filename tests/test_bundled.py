@@ -261,7 +261,7 @@ def test_full_disk(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPa
 
 
 def convert_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundled, "_quiet", contextlib.nullcontext)
+    monkeypatch.setattr(bundled, "quiet", contextlib.nullcontext)
     monkeypatch.setattr(bundled, "_convert_with_transformers", raising(error))
     bundled._convert(bundled.describe(NAME), Path("model.gguf"), Path("converted"))
 
@@ -287,7 +287,7 @@ def test_special_tokens_come_from_the_config() -> None:
         convert_ids_to_tokens=vocabulary.__getitem__,
     )
     config = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    bundled._settle_tokenizer(tokenizer, config)
+    bundled.settle_tokenizer(tokenizer, config)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<start>", "<end>", "<end>")
     assert tokenizer.init_kwargs == {"clean_up_tokenization_spaces": False}
 

@@ -654,22 +654,29 @@ def load(
     method: str | Method | None = None,
     dtype: str | None = None,
     device: str | None = None,
+    weights: str | None = None,
     runtime: str = "auto",
     exact: bool = False,
     memory: float = MEMORY,
     **settings: object,
 ) -> Decoder:
-    """A Decoder for a model by name (embedded, folder, hub id), or for a loaded model and tokenizer.
+    """A Decoder for a model by name (embedded, folder, GGUF file, hub id), or for a loaded model and tokenizer.
+
+    `weights`, on a CPU: "packed" computes with a GGUF file's blocks as they are (the default for such files), "q8" and
+    "q4" round any model's weights, "float32" leaves them. Rounded weights are another model; all methods write its
+    text.
 
     Without a method it is `auto`. `runtime` says how forward passes run: "plain", "compiled", "graphs" (CUDA), or
     "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the same, bit for bit, with every method, and on
     a CPU in every batch. `memory` is the share of a GPU's free memory that the KV cache gets.
     """
     if isinstance(model, str | PathLike):
-        loaded = load_model(str(model), dtype, device)
+        loaded = load_model(str(model), dtype, device, weights)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
-    elif dtype is not None or device is not None:
-        raise InputError("dtype and device are for models loaded by name; move a loaded model with model.to(...).")
+    elif dtype is not None or device is not None or weights is not None:
+        raise InputError(
+            "dtype, device and weights are for models loaded by name; move a loaded model with model.to(...)."
+        )
     return Decoder(model, tokenizer, method, runtime=runtime, exact=exact, memory=memory, **settings)
 
 

@@ -14,14 +14,24 @@ if TYPE_CHECKING:
 
 
 def load_decoder(
-    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool = False
+    model: str,
+    dtype: str | None,
+    device: str | None,
+    runtime: str = "plain",
+    exact: bool = False,
+    weights: str | None = None,
 ) -> Decoder:
     """A decoder that writes plainly: methods are prepared for it."""
-    return load_both(model, dtype, device, runtime, exact)[0]
+    return load_both(model, dtype, device, runtime, exact, weights)[0]
 
 
 def load_both(
-    model: str, dtype: str | None, device: str | None, runtime: str = "plain", exact: bool = False
+    model: str,
+    dtype: str | None,
+    device: str | None,
+    runtime: str = "plain",
+    exact: bool = False,
+    weights: str | None = None,
 ) -> tuple[Decoder, Any]:
     """A decoder and the transformers model in it."""
     options.check(model, runtime=runtime, dtype=dtype)
@@ -30,7 +40,7 @@ def load_both(
         from ..models.loading import hide_bars, load
 
         hide_bars()
-        loaded = load(model, dtype, device)
+        loaded = load(model, dtype, device, weights)
         return Decoder(loaded.model, loaded.tokenizer, "autoregressive", runtime=runtime, exact=exact), loaded.model
 
 
@@ -53,4 +63,6 @@ def models(as_json: options.Json = False) -> None:
 
     console = console_for_output()
     console.print(table_of(columns, found))
-    console.print("--model also takes the folder of a Hugging Face causal language model, or a hub id (owner/name).")
+    console.print(
+        "--model also takes the folder of a Hugging Face causal language model, a GGUF file, or a hub id (owner/name)."
+    )

@@ -53,6 +53,7 @@ def bench(
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
@@ -79,7 +80,7 @@ def bench(
     if out.suffix != ".json":
         raise InputError(f"--out {out}: the file must end in .json.")
     chosen = choose_for_bench(options.listed(methods), settings, device)
-    decoder, loaded = load_both(model, dtype, device, runtime, exact)
+    decoder, loaded = load_both(model, dtype, device, runtime, exact, weights)
     entries: list[Entry] = [
         Ours(decoder, decoder.prepare(name, **given), label, given, model) for label, (name, given) in chosen
     ]
@@ -129,6 +130,7 @@ def reproduce(
     ] = None,
     out: Annotated[Path, typer.Option(help="A folder for tables (.md, .json) and plots (.svg).")] = Path("reproduced"),
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     raw: options.Raw = False,
@@ -155,7 +157,7 @@ def reproduce(
     if answers is not None and paper != "amphista":
         raise InputError("--answers is for amphista alone.")
     questions = read_questions(*data) if data else own_questions()
-    decoder, loaded = load_both(model, dtype, device, runtime)
+    decoder, loaded = load_both(model, dtype, device, runtime, weights=weights)
     scale = SHORT if short or (short is None and decoder.model.device.type == "cpu") else FULL
     name = stem(paper, model, decoder)
     with progress_bar(paper) as show:
@@ -190,6 +192,7 @@ def _split_heads(given: str) -> tuple[str, str]:
 def calibrate(
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     plot: Annotated[
@@ -208,7 +211,7 @@ def calibrate(
     from ..runtime.calibrate import folder as costs_folder
 
     check_plot(plot)
-    decoder = load_decoder(model, dtype, device, runtime)
+    decoder = load_decoder(model, dtype, device, runtime, weights=weights)
     with progress_bar("measuring") as show:
         curve = run(decoder, lambda share: show(0.9 * share))
         seen = look(decoder)

@@ -21,7 +21,9 @@ DEFAULT_MODEL = "smollm2-135m"
 _NAME = re.compile(r'^    name = "([a-z-]+)"', re.MULTILINE)
 DTYPES = "float32|bfloat16|float16|fastest"
 
-Model = Annotated[str, typer.Option(help="An embedded model (see `outpace models`), a folder, or a hub id.")]
+Model = Annotated[
+    str, typer.Option(help="An embedded model (see `outpace models`), a folder, a GGUF file, or a hub id.")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling: from the fewest tokens with this total probability.")]
@@ -31,6 +33,14 @@ Dtype = Annotated[
     typer.Option(
         metavar=DTYPES,
         help="Default: float32 on a CPU, otherwise bfloat16. fastest: measure both and take the faster.",
+        show_default=False,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="packed|q8|q4|float32",
+        help="On a CPU: as a GGUF file packs them, or rounded to 8 or 4 bits. Default: packed for *.gguf.",
         show_default=False,
     ),
 ]
@@ -72,7 +82,7 @@ def check(
     """Refuse what is wrong at first sight, before torch is imported, which takes seconds."""
     there = model is None or model in NAMES or Path(model).expanduser().exists()
     if not there and ("/" not in str(model) or str(model).startswith((".", "/", "~"))):
-        raise UnknownNameError("model (no such folder, and not a hub id like owner/name)", str(model), NAMES)
+        raise UnknownNameError("model (no such folder or file, and not a hub id like owner/name)", str(model), NAMES)
     known = method_names()
     for method in methods:
         if method not in known:

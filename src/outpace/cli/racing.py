@@ -53,6 +53,7 @@ def race(
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
@@ -78,7 +79,7 @@ def race(
         raise InputError("--transformers needs --temperature 0: generate draws its samples from noise of its own.")
     chosen = choose_for_race(options.listed(methods), settings, device)
     text = options.read_prompt(prompt)
-    decoder, loaded = load_both(model, dtype, device, runtime, exact)
+    decoder, loaded = load_both(model, dtype, device, runtime, exact, weights)
     entered = [decoder.prepare(name, **given) for name, given in chosen]
     recorder = Recorder(decoder, entered)
 

@@ -45,6 +45,7 @@ def serve(
     drain: Annotated[float, typer.Option(help="Seconds that open requests have after SIGTERM.")] = 30.0,
     warm: Annotated[bool, typer.Option(help="Compile and capture every batch size before the first request.")] = True,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
@@ -80,7 +81,15 @@ def serve(
 
         hide_bars()
         return load(
-            model, method=chosen, dtype=dtype, device=device, runtime=runtime, exact=exact, memory=memory, **given
+            model,
+            method=chosen,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            runtime=runtime,
+            exact=exact,
+            memory=memory,
+            **given,
         )
 
     def ready(server: Server) -> None:
@@ -103,6 +112,7 @@ def chat(
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
@@ -112,7 +122,7 @@ def chat(
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     chosen, given = choose_method(method, settings, device)
-    decoder = load_decoder(model, dtype, device, runtime, exact)
+    decoder = load_decoder(model, dtype, device, runtime, exact, weights)
     decoder.method = decoder.prepare(chosen, **given)
     begin = [{"role": "system", "content": system}] if system else []
     messages = [*begin]

@@ -68,6 +68,7 @@ def generate(
     ] = "keyed",
     stop: Annotated[list[str], typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = [],  # noqa: B006
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
@@ -139,7 +140,7 @@ def generate(
         from ..parallel import join, local_device
 
         device = device or local_device()
-    decoder = load_decoder(model, dtype, device, runtime, exact)
+    decoder = load_decoder(model, dtype, device, runtime, exact, weights)
     if parallel:
         joined = join(decoder, timeout)
         decoder, silent = joined, joined.ranks.rank > 0
@@ -184,6 +185,7 @@ def verify(
         str | None,
         typer.Option(metavar=options.DTYPES, help="Default: as in the trace.", show_default=False),
     ] = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
@@ -197,7 +199,7 @@ def verify(
     runtime = found.about.get("runtime", "")
     exact = runtime.startswith("exact")
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
-    decoder = load_decoder(model or found.model, dtype or found.about.get("dtype"), device, how, exact)
+    decoder = load_decoder(model or found.model, dtype or found.about.get("dtype"), device, how, exact, weights)
     receipt = check(decoder, found, tolerance)
     if as_json:
         typer.echo(json.dumps(receipt.to_json()))

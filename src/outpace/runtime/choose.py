@@ -44,6 +44,8 @@ def engine_for(
         raise InputError(f"memory={memory!r} is out of range: it must be a share above 0 and at most 1.")
     if runtime not in RUNTIMES:
         raise UnknownNameError("runtime", runtime, RUNTIMES)
+    if getattr(model, "packed", False):
+        return _packed(model, runtime, exact)
     if exact and model.device.type == "cpu":
         return _exact_on_cpu(model, runtime)
     obstacle = _obstacle(model)
@@ -98,6 +100,23 @@ def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
             f"{model.name}: on {torch.cuda.get_device_name(model.device)} a tree does not give the bits of single "
             "steps, so exact mode would be a false promise. Use exact=False."
         )
+    return engine
+
+
+def _packed(model: Any, runtime: str, exact: bool) -> Engine:
+    """Packed weights are computed exactly wherever that can be: it costs nothing there."""
+    if runtime not in ("auto", "plain"):
+        raise InputError(f"packed weights need runtime='plain', not {runtime!r}.")
+    try:
+        engine: Engine = _exact_on_cpu(model, "plain")
+    except UnsupportedModel:
+        if exact:
+            raise
+        engine = Engine(model)
+    if isinstance(engine, ExactEngine) and model.compute_packed() and not engine.is_exact():
+        model.unfuse()
+        raise UnsupportedModel(f"{model.name}: packed layers gave a row other bits in a tree than alone.")
+    engine.name = "packed"
     return engine
 
 

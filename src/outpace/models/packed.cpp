@@ -1,0 +1,209 @@
+// Packed matrices: from GGUF's blocks, back to numbers, and their products. packed.h says how they are stored.
+
+#include "packed.h"
+
+#include "team.h"
+
+namespace outpace {
+namespace {
+
+constexpr int64_t GRAIN = 1 << 16;  // weights times rows that are worth a share
+
+// A panel's products with M rows; those from `count` on are the last one again, and not stored.
+template <class F, int M>
+void multiply(const uint8_t* cell, int64_t blocks, const Block* x, int64_t count, Floats* to) {
+  const Block* rows[M];
+  for (int m = 0; m < M; m++) rows[m] = x + std::min<int64_t>(m, count - 1) * blocks;
+  Scales<F> scales;
+  Floats sums[M] = {};
+  for (int64_t block = 0; block < blocks; block++) {
+    if (!F::NESTED || block % F::SPAN == 0) cell = scales.head(cell, block);
+    scales.read(cell);
+    Bytes codes[GROUPS];
+    unpack<F>(cell + F::SCALES, codes);
+    cell += F::CELL;
+    for (int m = 0; m < M; m++) {
+      const Block& x = rows[m][block];
+      if constexpr (F::HALVES) {
+        Ints low = splat(x.halves[0]) * F::SHIFT, high = splat(x.halves[1]) * F::SHIFT;
+        for (int group = 0; group < 4; group++) low = dot<F::WIDE>(low, codes[group], x.codes + 4 * group);
+        for (int group = 4; group < 8; group++) high = dot<F::WIDE>(high, codes[group], x.codes + 4 * group);
+        sums[m] = fused(to_floats(low), scales.first * x.scale, sums[m]);
+        sums[m] = fused(to_floats(high), scales.second * x.scale, sums[m]);
+      } else {
+        Ints sum = splat(x.less) * F::SHIFT;
+        for (int group = 0; group < GROUPS; group++) sum = dot<F::WIDE>(sum, codes[group], x.codes + 4 * group);
+        sums[m] = fused(to_floats(sum), scales.first * x.scale, sums[m]);
+        if constexpr (F::MIN) sums[m] = fused(scales.least, splat(x.weighed), sums[m]);
+      }
+    }
+  }
+  for (int m = 0; m < count; m++) to[m] = sums[m];
+}
+
+// One block of a row in GGUF's form.
+template <class F>
+struct Raw {
+  const uint8_t* at;  // SPAN blocks
+  int64_t block;      // which of them
+
+  const uint8_t* scale() const { return F::TYPE == Q6_K::TYPE ? at + 208 : at; }
+  const uint8_t* least() const { return at + 2; }  // of formats that have one
+
+  uint8_t code(int place) const {
+    if constexpr (F::WIDE) return at[2 + place] ^ 0x80;  // signed there, and unsigned here
+    if constexpr (F::HALVES) {
+      const uint8_t *low = at + block / 4 * 64 + block % 2 * 32, *high = at + 128 + block / 4 * 32;
+      const int quarter = block % 4;
+      return (low[place] >> (quarter / 2 * 4) & 15) | (high[place] >> (2 * quarter) & 3) << 4;
+    } else if constexpr (F::NESTED) {
+      const int bits = F::BITS == 5 ? 32 : 0;  // a fifth bit of all inputs comes first
+      const uint8_t low = at[16 + bits + block / 2 * 32 + place] >> (block % 2 * 4) & 15;
+      return bits ? low | (at[16 + place] >> block & 1) << 4 : low;
+    } else {
+      const uint8_t* codes = at + (F::MIN ? 4 : 2);
+      const uint8_t* bits = codes;
+      if (F::BITS == 5) codes += 4;
+      const uint8_t low = codes[place % 16] >> (place / 16 * 4) & 15;
+      return F::BITS == 5 ? low | (bits[place / 8] >> (place % 8) & 1) << 4 : low;
+    }
+  }
+
+  // The two bytes that nested formats have: scale and least value, or the scales of two halves.
+  uint8_t inner(int which) const {
+    if constexpr (F::HALVES) return at[192 + block / 4 * 8 + block % 4 * 2 + which];
+    const uint8_t* six = at + 4;
+    if (block < 4) return six[block + 4 * which] & 63;
+    const uint8_t high = six[block - 4 + 4 * which] >> 6;
+    return (six[block + 4] >> (4 * which) & 15) | high << 4;
+  }
+};
+
+void put(uint8_t* codes, int lane, int place, uint8_t code, int bits) {
+  const int group = place / 4, byte = 4 * lane + place % 4;
+  if (bits == 8) {
+    codes[64 * group + byte] = code;
+    return;
+  }
+  codes[64 * (group % 4) + byte] |= (code & 15) << (group / 4 * 4);
+  if (bits == 5) codes[256 + byte] |= (code >> 4) << group;
+  if (bits == 6) codes[256 + 64 * (group / 4) + byte] |= (code >> 4) << (2 * (group % 4));
+}
+
+template <class F>
+void fill_row(uint8_t* panel, int lane, int64_t blocks, const uint8_t* raw) {
+  for (int64_t block = 0; block < blocks; block++) {
+    const Raw<F> from{raw + block / F::SPAN * F::RAW, block % F::SPAN};
+    uint8_t* cell = panel + F::at(block);
+    uint8_t* head = F::NESTED ? panel + block / F::SPAN * F::LONG : cell;
+    std::memcpy(head + 2 * lane, from.scale(), 2);
+    if (F::MIN) std::memcpy(head + 2 * LANES + 2 * lane, from.least(), 2);
+    if (F::NESTED) {
+      if (F::MIN) head[2 * LANES + 2 * lane + 1] ^= 0x80;  // what is subtracted there is added here
+      for (int which = 0; which < 2; which++) cell[LANES * which + lane] = from.inner(which);
+    }
+    for (int place = 0; place < BLOCK; place++) put(cell + F::SCALES, lane, place, from.code(place), F::BITS);
+  }
+}
+
+template <class F>
+void read_row(const uint8_t* panel, int lane, int64_t blocks, float* to) {
+  Scales<F> scales;
+  for (int64_t block = 0; block < blocks; block++, to += BLOCK) {
+    const uint8_t* cell = panel + F::at(block);
+    if (F::NESTED) scales.head(panel + block / F::SPAN * F::LONG, 0);
+    scales.read(cell);
+    Bytes codes[GROUPS];
+    unpack<F>(cell + F::SCALES, codes);
+    for (int place = 0; place < BLOCK; place++) {
+      const int code = int(codes[place / 4][4 * lane + place % 4]) - F::OFFSET;
+      const float scale = F::HALVES && place >= BLOCK / 2 ? scales.second[lane] : scales.first[lane];
+      to[place] = scale * float(code) + (F::MIN ? scales.least[lane] : 0.0f);
+    }
+  }
+}
+
+}  // namespace
+
+void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums) {
+  const int64_t blocks = weights.blocks();
+  by_format(weights.type, [&](auto format) {
+    using F = decltype(format);
+    const uint8_t* cells = weights.cells + panel * F::bytes(blocks);
+    if (count == 1) return multiply<F, 1>(cells, blocks, x, count, sums);
+    if (count == 2) return multiply<F, 2>(cells, blocks, x, count, sums);
+    if (count <= 4) return multiply<F, 4>(cells, blocks, x, count, sums);
+    multiply<F, MOST>(cells, blocks, x, count, sums);
+  });
+  if (!weights.bias) return;
+  const Floats bias = load<Floats>(weights.bias + panel * LANES);  // as long as the panels
+  for (int64_t m = 0; m < count; m++) sums[m] += bias;
+}
+
+}  // namespace outpace
+
+using namespace outpace;
+
+extern "C" {
+
+#pragma GCC visibility push(default)
+
+// How many bytes a matrix takes; 0 for types and sizes that there is no format for.
+int64_t packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
+  int64_t bytes = 0;
+  by_format(type, [&](auto format) {
+    using F = decltype(format);
+    if (inputs % (BLOCK * F::SPAN) == 0) bytes = (outputs + LANES - 1) / LANES * F::bytes(inputs / BLOCK);
+  });
+  return bytes;
+}
+
+// Fill a matrix, which is all zeros, from GGUF's rows: output n is row order[n], or n.
+void packed_fill(const Weights* weights, const uint8_t* raw, const int64_t* order, int threads) {
+  const int64_t blocks = weights->blocks();
+  Team::Turn team(threads);
+  team->each(weights->outputs, 4 * LANES, [&](int64_t first, int64_t last) {
+    by_format(weights->type, [&](auto format) {
+      using F = decltype(format);
+      for (int64_t output = first; output < last; output++)
+        fill_row<F>(weights->cells + output / LANES * F::bytes(blocks), output % LANES, blocks,
+                    raw + (order ? order[output] : output) * (blocks / F::SPAN * F::RAW));
+    });
+  });
+}
+
+// Some outputs' weights as numbers, times `scale`.
+void packed_rows(const Weights* weights, const int64_t* outputs, int64_t count, float scale, float* to) {
+  const int64_t blocks = weights->blocks();
+  by_format(weights->type, [&](auto format) {
+    using F = decltype(format);
+    for (int64_t row = 0; row < count; row++) {
+      float* values = to + row * weights->inputs;
+      read_row<F>(weights->cells + outputs[row] / LANES * F::bytes(blocks), outputs[row] % LANES, blocks, values);
+      for (int64_t place = 0; place < weights->inputs; place++) values[place] *= scale;
+    }
+  });
+}
+
+// [count, outputs] of rows [count, inputs].
+void packed_linear(const Weights* weights, const float* rows, int64_t count, float* out, int threads) {
+  const int64_t blocks = weights->blocks(), outputs = weights->outputs, tile = tile_of(blocks);
+  std::unique_ptr<Block[]> x(new Block[count * blocks]);
+  Team::Turn team(threads);
+  team->each(count, 16, [&](int64_t first, int64_t last) {
+    for (int64_t block = first * blocks; block < last * blocks; block++) round_block(rows + block * BLOCK, x[block]);
+  });
+  const int64_t grain = 1 + GRAIN / (LANES * weights->inputs * std::min<int64_t>(count, MOST));
+  team->each(weights->panels(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t first = 0; first < count; first += tile)
+      for (int64_t panel = begin, last = std::min(count, first + tile); panel < end; panel++)
+        with_panel(*weights, panel, x.get(), first, last, [&](int64_t row, const Floats& sums) {
+          const int64_t width = std::min<int64_t>(LANES, outputs - panel * LANES);
+          std::memcpy(out + row * outputs + panel * LANES, &sums, width * sizeof(float));
+        });
+  });
+}
+
+#pragma GCC visibility pop
+
+}  // extern "C"

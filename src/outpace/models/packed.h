@@ -1,0 +1,187 @@
+// Matrices of weights in GGUF's block formats, and their products with rows of numbers.
+//
+// A matrix is stored in panels of 16 outputs. A panel has a cell for each block of 32 inputs: scales, then codes, in
+// the order in which a vector unit takes them (four inputs of 16 outputs are 64 numbers in a row). So a vector of sums
+// has an output in each lane, nothing is added up across lanes, and a scale is multiplied once for 32 inputs.
+//
+// Rows are rounded to 8 bits, with a scale for each block. Products within a block are sums of whole numbers. A row's
+// blocks are then added up one after the other: its bits depend on nothing but the row and the weights.
+
+#pragma once
+
+#include <algorithm>
+
+#include "lanes.h"
+
+namespace outpace {
+
+constexpr int BLOCK = 32;            // inputs that share a scale
+constexpr int GROUPS = 8;            // of four inputs
+constexpr int64_t TILE = 1 << 18;    // bytes of rows that stay in the next cache while weights pass
+constexpr int MOST = 8;              // rows that share the reading of weights
+
+// A block of a row.
+struct alignas(64) Block {
+  int8_t codes[BLOCK];
+  float scale, weighed;              // `weighed`: the sum of what the codes stand for
+  int32_t less, halves[2];           // the codes' sum, negative: of all, and of each half
+};
+
+struct Weights {
+  uint8_t* cells;
+  const float* bias;
+  int64_t type, outputs, inputs;     // `type` as GGUF counts them
+
+  int64_t panels() const { return (outputs + LANES - 1) / LANES; }
+  int64_t blocks() const { return inputs / BLOCK; }
+};
+
+// SPAN blocks have their scales' scale in common (1: scales stand for themselves). MIN: a least value is added.
+template <int TYPE_, int BITS_, int OFFSET_, bool MIN_, int SPAN_, int RAW_>
+struct Format {
+  static constexpr int TYPE = TYPE_, BITS = BITS_, OFFSET = OFFSET_, SPAN = SPAN_, RAW = RAW_;
+  static constexpr bool MIN = MIN_, NESTED = SPAN > 1, WIDE = BITS == 8;
+  static constexpr bool HALVES = NESTED && !MIN;                // a scale for each 16 inputs
+  static constexpr int HEAD = NESTED ? LANES * 2 * (MIN ? 2 : 1) : 0;
+  static constexpr int SCALES = NESTED ? LANES * 2 : LANES * 2 * (MIN ? 2 : 1);
+  static constexpr int CELL = SCALES + LANES * BLOCK * BITS / 8;
+  static constexpr int64_t LONG = int64_t(SPAN) * CELL + HEAD;  // of SPAN cells and what they share
+  static constexpr int32_t SHIFT = WIDE ? MIDDLE : OFFSET;      // what is taken from codes by `Block::less`
+
+  static int64_t bytes(int64_t blocks) { return blocks / SPAN * LONG; }
+  static int64_t at(int64_t block) { return block / SPAN * LONG + HEAD + block % SPAN * CELL; }
+};
+
+using Q4_0 = Format<2, 4, 8, false, 1, 18>;
+using Q4_1 = Format<3, 4, 0, true, 1, 20>;
+using Q5_0 = Format<6, 5, 16, false, 1, 22>;
+using Q5_1 = Format<7, 5, 0, true, 1, 24>;
+using Q8_0 = Format<8, 8, 128, false, 1, 34>;
+using Q4_K = Format<12, 4, 0, true, 8, 144>;
+using Q5_K = Format<13, 5, 0, true, 8, 176>;
+using Q6_K = Format<14, 6, 32, false, 8, 210>;
+
+// Calls `use` with the format of this type; false where there is none.
+template <class Use>
+INLINE bool by_format(int64_t type, Use use) {
+  switch (type) {
+    case Q4_0::TYPE: return use(Q4_0()), true;
+    case Q4_1::TYPE: return use(Q4_1()), true;
+    case Q5_0::TYPE: return use(Q5_0()), true;
+    case Q5_1::TYPE: return use(Q5_1()), true;
+    case Q8_0::TYPE: return use(Q8_0()), true;
+    case Q4_K::TYPE: return use(Q4_K()), true;
+    case Q5_K::TYPE: return use(Q5_K()), true;
+    case Q6_K::TYPE: return use(Q6_K()), true;
+    default: return false;
+  }
+}
+
+// The codes of a cell, a vector for each group. Group g's low four bits lie in vector g % 4, in its lower or upper
+// half of bytes' bits; a fifth bit in bit g of one more vector, a fifth and sixth in bits of two more.
+template <class F>
+INLINE void unpack(const uint8_t* from, Bytes (&codes)[GROUPS]) {
+  if constexpr (F::WIDE) {
+    for (int group = 0; group < GROUPS; group++) codes[group] = load<Bytes>(from + 64 * group);
+    return;
+  }
+  typedef uint16_t Shorts __attribute__((vector_size(64)));  // shifted as these, as x86 has no shift of bytes
+  for (int group = 0; group < 4; group++) {
+    const Shorts both = load<Shorts>(from + 64 * group);
+    codes[group] = (Bytes)(both & 0x0f0f);
+    codes[group + 4] = (Bytes)((both >> 4) & 0x0f0f);
+  }
+  if constexpr (F::BITS == 5) {
+    const Shorts bits = load<Shorts>(from + 256);
+    for (int group = 0; group < GROUPS; group++) {
+      const Shorts moved = group < 4 ? bits << (4 - group) : bits >> (group - 4);
+      codes[group] |= (Bytes)(moved & 0x1010);
+    }
+  } else if constexpr (F::BITS == 6) {
+    for (int group = 0; group < GROUPS; group++) {
+      const Shorts bits = load<Shorts>(from + 256 + 64 * (group / 4));
+      const int place = 2 * (group % 4);
+      const Shorts moved = place < 4 ? bits << (4 - place) : bits >> (place - 4);
+      codes[group] |= (Bytes)(moved & 0x3030);
+    }
+  }
+}
+
+// A panel's scales, as they are met on the way along its cells.
+template <class F>
+struct Scales {
+  Floats outer, outer_least;          // of nested ones
+  Floats first, second, least;        // `second`: of the second half's inputs, where halves have their own
+
+  INLINE const uint8_t* head(const uint8_t* cell, int64_t block) {
+    if constexpr (F::NESTED) {
+      if (block % F::SPAN) return cell;
+      outer = from_halves(cell);
+      if constexpr (F::MIN) outer_least = from_halves(cell + 2 * LANES);
+    }
+    return cell + F::HEAD;
+  }
+  INLINE void read(const uint8_t* cell) {
+    if constexpr (F::HALVES) {
+      first = outer * from_bytes<int8_t>(cell);
+      second = outer * from_bytes<int8_t>(cell + LANES);
+    } else if constexpr (F::NESTED) {
+      first = outer * from_bytes<uint8_t>(cell);
+      least = outer_least * from_bytes<uint8_t>(cell + LANES);  // the head has it negative
+    } else {
+      first = from_halves(cell);
+      if constexpr (F::MIN) least = from_halves(cell + 2 * LANES);
+    }
+  }
+};
+
+// A panel's products with `count` rows, up to MOST, which follow each other in `x`.
+void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums);
+
+// All products of rows `first` to `last` with one panel; `sink(row, sums)` gets them.
+template <class Sink>
+INLINE void with_panel(const Weights& weights, int64_t panel, const Block* x, int64_t first, int64_t last,
+                       Sink&& sink) {
+  Floats sums[MOST];
+  for (int64_t row = first; row < last; row += MOST) {
+    const int64_t count = std::min<int64_t>(MOST, last - row);
+    multiply_panel(weights, panel, x + row * weights.blocks(), count, sums);
+    for (int64_t m = 0; m < count; m++) sink(row + m, sums[m]);
+  }
+}
+
+// How many rows of so many blocks stay near.
+INLINE int64_t tile_of(int64_t blocks) {
+  return std::max<int64_t>(1, TILE / int64_t(sizeof(Block)) / blocks / MOST) * MOST;
+}
+
+// 32 numbers to 8 bits.
+INLINE void round_block(const float* from, Block& to) {
+  const Floats parts[2] = {load<Floats>(from), load<Floats>(from + LANES)};
+  // Compared as whole numbers, so that NaN counts as highest, and makes the scale NaN.
+  Ints sizes[2] = {(Ints)parts[0] & 0x7fffffff, (Ints)parts[1] & 0x7fffffff};
+  Ints largest = sizes[0] > sizes[1] ? sizes[0] : sizes[1];
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; lane++) largest[lane] = std::max(largest[lane], largest[lane + half]);
+  const int32_t bits = largest[0];
+  float most;
+  std::memcpy(&most, &bits, sizeof most);
+  const float by = most > 0 ? 127.0f / most : 0.0f;
+  int32_t sums[2];
+  for (int half = 0; half < 2; half++) {
+    const Floats magic = splat(12582912.0f);
+    const Ints codes = (Ints)(parts[half] * by + magic) - (Ints)magic;  // to the nearest, ties to even
+    sums[half] = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+      to.codes[LANES * half + lane] = int8_t(codes[lane]);
+      sums[half] += codes[lane];
+    }
+  }
+  to.scale = most / 127.0f;
+  to.weighed = to.scale * float(sums[0] + sums[1]);
+  to.less = -(sums[0] + sums[1]);
+  to.halves[0] = -sums[0];
+  to.halves[1] = -sums[1];
+}
+
+}  // namespace outpace

@@ -1,0 +1,168 @@
+"""Packed weights on a CPU: matrices in GGUF's block formats, and modules that compute with them.
+
+`packed.cpp` has the products, `packed.h` says how a matrix is stored. It needs nothing of torch, so it is a library of
+its own, called by ctypes; the system's C++ compiler builds it at first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from torch import nn
+
+from ..errors import InputError
+from . import products
+
+HERE = Path(__file__).parent
+SOURCES = (HERE / "packed.cpp", HERE / "layers.cpp")
+HEADERS = (HERE / "lanes.h", HERE / "packed.h", HERE / "team.h")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
+LANES = 16  # outputs of a panel
+BLOCK = 32  # inputs that share a scale
+Q8, Q4 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1
+FORMATS = tuple(GGMLQuantizationType[f"Q{name}"] for name in ("4_0", "4_1", "5_0", "5_1", "8_0", "4_K", "5_K", "6_K"))
+
+
+class Weights(ctypes.Structure):
+    """As packed.h has it."""
+
+    _fields_ = (
+        ("cells", c_void_p),
+        ("bias", c_void_p),
+        ("type", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+    )
+
+
+@functools.cache
+def library(flags: Sequence[str] = FLAGS) -> Any:
+    """The products, built if they are not yet."""
+    path = products.build(products.folder(), sources=SOURCES, headers=HEADERS, flags=flags, torch_too=False)
+    found = ctypes.CDLL(str(path))
+    found.packed_bytes.restype = c_int64
+    found.packed_bytes.argtypes = [c_int64, c_int64, c_int64]
+    found.packed_fill.argtypes = [POINTER(Weights), c_void_p, c_void_p, c_int]
+    found.packed_rows.argtypes = [POINTER(Weights), c_void_p, c_int64, c_float, c_void_p]
+    found.packed_linear.argtypes = [POINTER(Weights), c_void_p, c_int64, c_void_p, c_int]
+    found.decoder_step.argtypes = [c_void_p, c_void_p]
+    for name in ("packed_fill", "packed_rows", "packed_linear", "decoder_step"):
+        getattr(found, name).restype = None
+    return found
+
+
+class Matrix:
+    """A packed matrix [outputs, inputs]. `order` says which row of `raw` each output is."""
+
+    def __init__(
+        self, raw: np.ndarray[Any, Any], kind: GGMLQuantizationType, order: np.ndarray[Any, Any] | None = None
+    ) -> None:
+        block, size = GGML_QUANT_SIZES[kind]
+        self.kind = kind
+        self.outputs, self.inputs = len(raw), raw.shape[1] // size * block
+        needed = library().packed_bytes(kind, self.outputs, self.inputs)
+        if not needed:
+            raise InputError(f"there are no packed products of type {kind.name} with {self.inputs} inputs.")
+        self.cells = torch.zeros(needed, dtype=torch.uint8)
+        raw = np.ascontiguousarray(raw)
+        order = None if order is None else np.ascontiguousarray(order, np.int64)
+        library().packed_fill(
+            byref(self.weights()), raw.ctypes.data, None if order is None else order.ctypes.data, _threads()
+        )
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, kind: GGMLQuantizationType) -> Matrix:
+        """Numbers, rounded to a format: one that `gguf` can write."""
+        return cls(quants.quantize(numbers.detach().float().cpu().numpy(), kind), kind)
+
+    def weights(self, bias: torch.Tensor | None = None) -> Weights:
+        """Where it lies; good as long as this object is."""
+        return Weights(
+            self.cells.data_ptr(), None if bias is None else bias.data_ptr(), self.kind, self.outputs, self.inputs
+        )
+
+    def rows(self, outputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """[..., inputs] the weights of these outputs as numbers, times `scale`."""
+        asked = outputs.reshape(-1).contiguous()
+        found = torch.empty(len(asked), self.inputs)
+        if len(asked):
+            if not (int(asked.min()) >= 0 and int(asked.max()) < self.outputs):
+                raise IndexError(f"rows {asked.tolist()} of a matrix of {self.outputs}")
+            library().packed_rows(byref(self.weights()), asked.data_ptr(), len(asked), scale, found.data_ptr())
+        return found.view(*outputs.shape, self.inputs)
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """All of it as numbers."""
+        return self.rows(torch.arange(self.outputs))
+
+
+class PackedLinear(nn.Module):
+    """Stands where a Linear was."""
+
+    filled: torch.Tensor | None
+
+    def __init__(self, matrix: Matrix, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.in_features, self.out_features = matrix.inputs, matrix.outputs
+        filled = None
+        if bias is not None:  # as long as the panels
+            filled = torch.zeros(-(-matrix.outputs // LANES) * LANES)
+            filled[: matrix.outputs] = bias.detach().float()
+        self.register_buffer("filled", filled, persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights as numbers, made anew."""
+        return self.matrix.numbers
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.filled is None else self.filled[: self.out_features]
+
+    def weights(self) -> Weights:
+        """Where they lie."""
+        return self.matrix.weights(self.filled)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        rows = states.to(torch.float32).contiguous()
+        out = torch.empty(*rows.shape[:-1], self.out_features)
+        count = rows.numel() // self.in_features
+        if count:
+            library().packed_linear(byref(self.weights()), rows.data_ptr(), count, out.data_ptr(), _threads())
+        return out
+
+
+class PackedEmbedding(nn.Module):
+    """Stands where an Embedding was; `scale` is what that multiplied with."""
+
+    def __init__(self, matrix: Matrix, scale: float = 1.0) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.scale = scale
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights as numbers, made anew."""
+        return self.matrix.numbers
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.matrix.rows(tokens, self.scale)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether some of a model's weights are packed."""
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def _threads() -> int:
+    return torch.get_num_threads()

@@ -1,0 +1,227 @@
+"""Models with packed weights: from a GGUF file as it is, or from a loaded model by rounding."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from gguf import quants
+from platformdirs import user_cache_path
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from ..errors import ModelError, OutpaceWarning
+from . import bundled
+from .gguf import File, Tensor
+from .packed import BLOCK, FORMATS, Q4, Q8, Matrix, PackedEmbedding, PackedLinear
+
+KINDS = {"q8": Q8, "q4": Q4}
+"""What a model's own numbers may be rounded to."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What llama.cpp's converter changes in the weights of an architecture."""
+
+    turned: bool = False  # the rows of queries and keys go in another order, for its rotary positions
+    lifted: bool = False  # one is added to the weights of norms
+
+
+ARCHITECTURES = {
+    "llama": Changes(turned=True),
+    "qwen2": Changes(),
+    "qwen3": Changes(),
+    "gemma2": Changes(lifted=True),
+    "gemma3": Changes(lifted=True),
+}
+"""Those whose weights are taken as they are in the file. transformers reads others, and they are rounded to 8 bits."""
+
+
+def prepared(file: File) -> Path:
+    """A folder with the config and the tokenizer of a GGUF file: transformers makes them, once, which takes a while."""
+    folder = user_cache_path("outpace", appauthor=False) / "gguf" / file.digest[:32]
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as place, bundled.quiet():
+            half = Path(place, "half")
+            _write_folder(file, half)
+            if not folder.is_dir():
+                shutil.move(half, folder)
+    except OSError as error:
+        if error.errno is not None:
+            raise bundled.disk_error(error, folder.parent) from error
+        raise ModelError(f"transformers cannot read the config or tokenizer of {file.path}: {error}") from error
+    except (KeyError, TypeError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            f"transformers cannot read the config or tokenizer of {file.path} ({type(error).__name__}: {error})."
+        ) from error
+    return folder
+
+
+def _write_folder(file: File, folder: Path) -> None:
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name}
+    config = AutoConfig.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    bundled.settle_tokenizer(tokenizer, config)
+    config.tie_word_embeddings = "output.weight" not in file.tensors
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def read_packed(file: File, folder: Path) -> PreTrainedModel:
+    """The model in a GGUF file, with the config in `folder`. Nothing is unpacked but what is no matrix."""
+    config = AutoConfig.from_pretrained(folder)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _Filling(file, model).fill()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config._name_or_path = file.path.stem
+    return model.eval()
+
+
+class _Filling:
+    """Puts a file's tensors into a model without weights."""
+
+    def __init__(self, file: File, model: PreTrainedModel) -> None:
+        self.file, self.model = file, model
+        self.config = model.config.get_text_config()
+        self.changes = ARCHITECTURES[file.architecture]
+        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
+        self.names = gguf.get_tensor_name_map(number, self.config.num_hidden_layers)
+        self.rounded: dict[str, str] = {}  # tensors of formats that we have no products for
+        self.shared: dict[str, Matrix] = {}
+
+    def fill(self) -> None:
+        replace(self.model, self._module)
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_meta:
+                owner, _, last = name.rpartition(".")
+                self.model.get_submodule(owner)._parameters[last] = nn.Parameter(
+                    self._numbers(name, parameter.shape), requires_grad=False
+                )
+        if self.rounded:
+            kinds = ", ".join(sorted(set(self.rounded.values())))
+            warnings.warn(
+                f"{self.file.path.name}: {len(self.rounded)} matrices of type {kinds} are rounded to {Q8.name}, "
+                "because there are no packed products of theirs.",
+                OutpaceWarning,
+                stacklevel=2,
+            )
+
+    def _tensor(self, name: str) -> Tensor:
+        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found not in self.file.tensors and name == "lm_head.weight":
+            found = "token_embd.weight"  # one matrix is both
+        if found is None or found not in self.file.tensors:
+            raise ModelError(f"{self.file.path} has no tensor for {name} (looked for {found}).")
+        return self.file.tensors[found]
+
+    def _module(self, name: str, module: nn.Module) -> nn.Module | None:
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            return None
+        tensor = self._tensor(f"{name}.weight")
+        if tensor.name not in self.shared:
+            self.shared[tensor.name] = self._matrix(name, tensor, module.weight.shape)
+        matrix = self.shared[tensor.name]
+        if isinstance(module, nn.Embedding):
+            return PackedEmbedding(matrix, scale_of(module))
+        bias = None if module.bias is None else self._numbers(f"{name}.bias", module.bias.shape)
+        return PackedLinear(matrix, bias)
+
+    def _matrix(self, name: str, tensor: Tensor, shape: torch.Size) -> Matrix:
+        self._check(tensor, shape)
+        order = self._order(name, len(tensor.raw))
+        if tensor.type in FORMATS:
+            return Matrix(tensor.raw, tensor.type, order)
+        self.rounded[tensor.name] = tensor.type.name
+        return Matrix(quants.quantize(_unpacked(self.file, tensor), Q8), Q8, order)
+
+    def _check(self, tensor: Tensor, shape: torch.Size) -> None:
+        if tensor.shape != tuple(shape):
+            raise ModelError(
+                f"{self.file.path}: {tensor.name} has the shape {list(tensor.shape)}, and the model's config asks for "
+                f"{list(shape)}."
+            )
+
+    def _order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
+        """Which row of the file each output is, where the converter has turned them."""
+        if not self.changes.turned or not name.endswith(("q_proj", "k_proj")):
+            return None
+        heads = self.config.num_attention_heads if name.endswith("q_proj") else self.config.num_key_value_heads
+        return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
+
+    def _numbers(self, name: str, shape: torch.Size) -> torch.Tensor:
+        tensor = self._tensor(name)
+        self._check(tensor, shape)
+        values = _unpacked(self.file, tensor).reshape(tensor.shape)
+        owner = name.rpartition(".")[0]
+        if len(shape) == 1 and (order := self._order(owner, len(values))) is not None:
+            values = values[order]
+        if self.changes.lifted and owner.endswith("norm"):
+            values = values - 1
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+
+
+def _unpacked(file: File, tensor: Tensor) -> np.ndarray[Any, Any]:
+    try:
+        return np.array(quants.dequantize(tensor.raw, tensor.type), np.float32)
+    except NotImplementedError as error:
+        raise ModelError(f"{file.path}: {tensor.name} is of type {tensor.type.name}, which cannot be read.") from error
+
+
+def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """Pack a loaded model's matrices, in place. Embeddings and output head keep 8 bits.
+
+    Those that do not come out even, and all that is no matrix, stay as they are.
+    """
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    shared: dict[int, Matrix] = {}
+
+    def packed(name: str, module: nn.Module) -> nn.Module | None:
+        if type(module) is not nn.Linear and module is not model.get_input_embeddings():
+            return None
+        weight = module.weight
+        if weight.shape[1] % BLOCK:
+            return None
+        if weight.data_ptr() not in shared:
+            shared[weight.data_ptr()] = Matrix.of(weight, Q8 if id(module) in ends else KINDS[kind])
+        matrix = shared[weight.data_ptr()]
+        if isinstance(module, nn.Linear):
+            return PackedLinear(matrix, module.bias)
+        return PackedEmbedding(matrix, scale_of(module))
+
+    model.to(torch.float32)
+    replace(model, packed)
+    return model
+
+
+def replace(model: nn.Module, change: Callable[[str, nn.Module], nn.Module | None]) -> None:
+    """Put what `change` makes of a module in its place, where it makes something."""
+    for owner_name, owner in [*model.named_modules()]:
+        for name, child in [*owner._modules.items()]:
+            if child is not None and (new := change(f"{owner_name}.{name}".lstrip("."), child)) is not None:
+                owner._modules[name] = new
+
+
+def scale_of(embedding: Any) -> float:
+    """What an embedding multiplies its weights with, by trying one that has ones."""
+    twin = copy.copy(embedding)
+    twin._parameters = {"weight": nn.Parameter(torch.ones(1, 1), requires_grad=False)}
+    twin.padding_idx = None
+    return float(twin(torch.zeros(1, dtype=torch.long))[0, 0])
