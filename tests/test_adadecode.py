@@ -29,7 +29,7 @@ from outpace import (
     UnsupportedModel,
     UnverifiedAdaDecode,
 )
-from outpace.draft import chain
+from outpace.draft import MODEL, chain
 from outpace.heads import TRAINABLE, ExitHeads, ExitSettings
 from outpace.heads.blocks import BlockShape
 from outpace.heads.exits import BINS, BORDERS, spread
@@ -46,6 +46,7 @@ from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import alone
 
 from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, mostly_slow, tiny, tiny_chain
+from .statistics import chi_square_fits
 
 EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
 
@@ -267,6 +268,27 @@ def test_by_the_papers_rule_a_tree_knows_nothing_of_the_targets_noise() -> None:
         assert (len({draft.tokens for draft in first}) == 1) == (rule == "rejection")
 
 
+def test_by_the_papers_rule_exits_keep_the_distribution() -> None:
+    """The second token's law, whatever the first was: guessed by an exit, and accepted or drawn again."""
+    model = tiny("Llama", vocab_size=8)
+    decoder, temperature = Decoder(model), 0.7
+    exits = decoder.prepare(AdaDecode(random_exits(model, layers=(1,)), control="fixed", gamma=0.01, pending=1))
+    with torch.inference_mode():
+        first = (model(torch.tensor([[3, 5]])).logits[0, -1] / temperature).softmax(-1)
+        texts = torch.tensor([[3, 5, token] for token in range(8)])
+        second = (model(texts).logits[:, -1] / temperature).softmax(-1)
+    draws, guessed, right = torch.zeros(8), 0, 0
+    for seed in range(240):
+        sampling = Sampling(temperature=temperature, rule="rejection", seed=seed)
+        steps = list(decoder.stream([3, 5], method=exits, sampling=sampling, max_new_tokens=2))
+        draws[steps[1].tokens[0]] += 1
+        guessed += len(steps[1].draft) - 1
+        right += steps[1].sources[0] != MODEL
+    assert guessed == 240
+    assert 20 < right < 235  # both branches of the rule
+    assert chi_square_fits(draws, first @ second)
+
+
 def test_a_guessed_end_of_text_ends_nothing() -> None:
     decoder = Decoder(tiny("Llama"))
     method = decoder.prepare(AdaDecode(random_exits(tiny("Llama"), seed=2), control="fixed", gamma=0.001))
@@ -428,10 +450,10 @@ def test_a_text_goes_on_plainly_where_exits_are_slow(monkeypatch: pytest.MonkeyP
     decoder, method = Decoder(tiny("Llama")), AdaDecode(random_exits(tiny("Llama")))
     monkeypatch.setattr(Calibrated, "next", lambda self, after: after + 1 if after + 1 < len(self.seen) else None)
     monkeypatch.setattr(Calibrated, "leaves", lambda self, exit_, confidence: self.rows < 3)
-    expected = write(decoder, Autoregressive(), [1, 2, 3], Sampling(), 90)
+    expected = write(decoder, Autoregressive(), [1, 2, 3], Sampling(), 40)
     clock = iter(range(10**6))
     monkeypatch.setattr(adadecode, "Guard", lambda: Guard(lambda: float(next(clock))))
-    found = [*decoder.stream([1, 2, 3], method=decoder.prepare(method), max_new_tokens=90)]
+    found = [*decoder.stream([1, 2, 3], method=decoder.prepare(method), max_new_tokens=40)]
     assert [token for step in found for token in step.tokens] == expected.token_ids
     drafted = [len(step.draft) > 1 for step in found]
     assert drafted[:6] == [False] * 5 + [True]

@@ -41,7 +41,9 @@ def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None, answers: Path | 
     ready: dict[str, Any] = {
         name: lab.decoder.prepare(kind(heads=given.pop(name, None), **same)) for name, kind in KINDS.items()
     }
-    variants = {name: lab.decoder.prepare(Amphista(heads=folder, **same)) for name, folder in given.items()}
+    variants: dict[str, Any] = {
+        name: lab.decoder.prepare(Amphista(heads=folder, **same)) for name, folder in given.items()
+    }
     tree = shared_tree(ready["amphista"], same["rows"])
     tried: dict[str, Method | str] = {
         **{name: replace(method, tree=tree) for name, method in ready.items()},
