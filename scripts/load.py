@@ -58,8 +58,8 @@ class Clients:
         return found
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # closes its pipes, and waits for it
+            self._process.kill()
 
 
 @contextmanager
