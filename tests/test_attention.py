@@ -232,7 +232,7 @@ class Written:
 
 @pytest.fixture
 def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two lengths, with a few of them in a group. In memory that nothing was written to lies the worst there is."""
+    """Two of them in a group. In memory that nothing was written to lies the worst there is."""
     empty = torch.Tensor.new_empty
 
     def new_empty(self: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(math.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    for name, value in {"FINE": 64, "COARSE": 128, "TURN": 128, "TOGETHER": 2}.items():
+    for name, value in {"SPLIT": 64, "TOGETHER": 2}.items():
         monkeypatch.setattr(attention, name, value)
 
 
@@ -250,7 +250,7 @@ JOINED, APART = 0.0, 1e9  # for attention.JOIN
 
 @by_kernel
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [0, 20, 100])
 def test_exact_rows_have_the_same_bits_wherever_the_text_ends(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path against rows alone, over borders of blocks, splits and groups, by programs that walk one split or more."""
     written = Written(1, window)

@@ -23,7 +23,6 @@ from outpace import (
 from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
 from outpace.methods import METHODS as METHODS_BY_NAME
-from outpace.models import attention
 from outpace.models.gated import GatedMLP
 from outpace.models.hf import HFModel, _disagreement
 from outpace.models.launching import fetches_tiles
@@ -233,10 +232,9 @@ def test_exact_mode_writes_the_same_text_in_bfloat16(sampling: Sampling) -> None
 
 @pytest.mark.parametrize(("rows", "heads", "key_heads", "size"), [(32, 12, 4, 64), (32, 8, 2, 128), (16, 6, 6, 64)])
 def test_exact_attention_has_the_same_bits_wherever_the_text_ends(
-    rows: int, heads: int, key_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, heads: int, key_heads: int, size: int
 ) -> None:
     """A chain of rows against one row at a time, over all borders of blocks and splits up to 1,500 tokens."""
-    monkeypatch.setattr(attention, "TURN", 1024)
     torch.manual_seed(0)
     ahead, scratch, options = rows - 3, 1600, (True, 0, size**-0.5, 0.0)
     keys, values = torch.randn(2, 1, key_heads, scratch + 1, size, dtype=torch.bfloat16, device="cuda").unbind()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import outpace.models
 from outpace.models import narrow
 from outpace.models.launching import fetches_tiles
 from outpace.models.products import Products
@@ -92,6 +97,46 @@ def test_a_product_is_split_in_the_same_way_for_every_number_of_rows(
     for launch, counts in ((narrow.launch, (1, 7, 32)), (narrow.launch_tiles, (1, 33, 64, 128, 150))):
         for count in counts:
             assert torch.equal(launch(states[:count], weight, None), expected[:count]), (launch, count)
+
+
+class Launched:
+    """Stands for a kernel: keeps how it was launched."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *given, **options: self.made.append((grid, given, options))
+
+
+def test_how_a_product_is_split_does_not_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton: what kernels are told, for 1 to 1,024 rows, of shapes with one part, two, three and seven."""
+    kernels = SimpleNamespace(product=Launched(), split_product=Launched(), add_up=Launched())
+    triton, descriptor = ModuleType("triton"), ModuleType("tensor_descriptor")
+    triton.cdiv = lambda of, by: -(-of // by)  # type: ignore[attr-defined]
+    triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()  # type: ignore[attr-defined]
+    descriptor.TensorDescriptor = SimpleNamespace(from_tensor=lambda *_: None)  # type: ignore[attr-defined]
+    made = {"triton": triton, "triton.tools": triton, "triton.tools.tensor_descriptor": descriptor}
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(outpace.models, "kernels", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "outpace.models.kernels", kernels)
+    shapes = [(6144, 4096), (4096, 4096), (4096, 14336), (4608, 12288), (4608, 4608), (1024, 16384), (576, 1536)]
+    for outputs, inputs in shapes:
+        weight, splits = torch.empty(outputs, inputs, device="meta"), set[tuple[int, int]]()
+        for count in (1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024):
+            states = torch.empty(count, inputs, device="meta")
+            for launch in (narrow.launch, narrow.launch_tiles)[count > narrow.FEW_ROWS :]:
+                launch(states, weight, None)
+        for _, given, options in kernels.product.made:
+            splits.add((given[7], inputs // given[7] if options["PARTED"] else 1))
+        for grid, given, options in kernels.split_product.made:
+            splits.add((given[8], grid[2] * options["PARTS"]))
+        assert len(kernels.product.made) == 6
+        assert len(kernels.split_product.made) == 14
+        assert len(splits) == 1, (outputs, inputs)
+        for kernel in (kernels.product, kernels.split_product):
+            kernel.made.clear()
 
 
 @pytest.mark.skipif(not CAPABLE, reason="needs an H100 or later")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -24,6 +25,7 @@ from outpace.pool import Pool
 from outpace.runtime import graphs
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
+from outpace.runtime.plain import Work
 
 from .conftest import ARCHITECTURES, VOCABULARY, tiny
 
@@ -107,6 +109,37 @@ def test_segments_make_a_whole() -> None:
         assert torch.equal(engine.climb(sequence, rows, 3, 3, None, middle).logits, whole)
 
 
+def test_drafts_that_reach_further_than_exact_attention() -> None:
+    """They are computed in several forwards, alone and beside another text, and by every method that makes them."""
+    model = tiny("Llama")
+    engine = GraphEngine(HFModel(model), compiled=False, exact_rows=16, capacity=512)
+    plain, rng = Decoder(model).engine, random.Random(0)
+    drafts = [chain(3, [row % VOCABULARY for row in range(5, 75)], "")]
+    parents = [-1, *(rng.randrange(max(0, row - 2), row) for row in range(1, 100))]
+    tokens = (3, *(rng.randrange(VOCABULARY) for _ in parents[1:]))
+    drafts.append(Draft(tokens, tuple(parents), len(tokens), ("",) * len(tokens)))
+    texts = [[5, 9, 7, 3], [8, 8, 3]]
+    found: list[list[Any]] = []
+    for each in (engine, plain):
+        with each.pool.sequence(texts[0]) as first, each.pool.sequence(texts[1]) as second:
+            both = (first, second)
+            each.run([Work(each, text, each.pool.place_text(text, len(text.tokens) - 1), 0) for text in both])
+            works = [
+                Work(each, text, each.pool.place(text, draft), len(draft) - 3)
+                for text, draft in zip(both, drafts, strict=True)
+            ]
+            found.append([output._replace(found=None) for output in (*each.run(works), works[1].do())])  # type: ignore
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.logits, theirs.logits)
+        torch.testing.assert_close(ours.hidden, theirs.hidden)
+    decoder = decoder_on(engine, model)
+    expected = Decoder(model).generate(PROMPT, method=Autoregressive(), max_new_tokens=9).token_ids
+    for method in (Jacobi(window=40), PromptLookup(rows=64, depth=50)):
+        assert decoder.generate(PROMPT, method=method, max_new_tokens=9).token_ids == expected
+        assert engine.program_for(method, Sampling()) is None
+    assert engine.program_for(Jacobi(window=31), Sampling()) is not None
+
+
 def test_exact_mode_checks_itself() -> None:
     engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8, capacity=512)
     right = engine.model.forward
@@ -128,6 +161,27 @@ def test_exact_mode_checks_itself() -> None:
     assert engine.is_exact()
     noise = 1e-5
     assert not engine.is_exact()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_exact_mode_tries_texts_together(wrong: bool) -> None:
+    """Where a text beside another has other bits than alone, texts take turns."""
+    engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, exact_rows=8, capacity=512)
+    right = engine.model.forward
+
+    def forward(pool: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+        output = right(pool, rows, *args, **{**kwargs, "compiled": False})
+        if isinstance(rows, FixedRows) and len(output.logits):
+            output = output._replace(
+                logits=rows.tokens[:, None] + 1e-3 * (wrong and rows.lists.packed > 0) + 0 * output.logits
+            )
+        return output
+
+    engine.model.forward = forward  # type: ignore[method-assign]
+    engine._compile, engine._prepared = True, {False, True}  # as if layers were compiled
+    assert engine.is_exact()
+    assert engine.most_texts == (1 if wrong else graphs.TEXTS[-1])
+    assert engine.name.endswith("one text at a time") == wrong
 
 
 def test_exact_mode_computes_as_many_rows_outside_of_layers_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,11 @@ together.
 Rows may be of several texts. Then there is a list of slots for each text, and a tile has rows of one text alone: tables
 say which rows a tile has, and of which text a row is.
 
-In exact mode a row's result must have the same bits whatever tree it is in. Then keys are walked in the order of
-positions, in blocks and splits with borders at fixed positions, whatever slots they lie in: `kernels.exact_part` does
-the text's whole blocks for a tile of rows, and what is left row by row, down the row's own ancestors. Which splits and
-blocks a row has depends on its position alone, and so does what `merge` makes of them.
+In exact mode a row's result must have the same bits whatever tree it is in. Its last OWN keys, gathered along its own
+path, are done by themselves (`kernels.merge_exactly`), so no draft may reach further. All keys before them are of the
+text, and are done for a tile of rows (`kernels.part_exactly`) in splits with borders at fixed positions. Which keys are
+added up in which order then depends on a row's position alone: a key that a row does not see adds zero, which changes
+no bit.
 
 `attend_by_mask` is torch's attention with a dense mask: of forwards that are no graph's, and of heads that read a text.
 """
@@ -51,13 +52,11 @@ CHUNK = 32  # the most splits that are merged at a time
 MERGED = 1024  # numbers that one program merges at a time, of several heads where splits are few
 WARPS = 4
 STAGES = 3  # blocks of keys and values that are on their way or at work, where there is shared memory for them
-# Positions of a split in exact mode, up to TURN and from there on: bits depend on it.
-FINE, COARSE, TURN = 128, 256, 2048
-TOGETHER = 8  # splits that are folded before others are: likewise
-PATHS = 4  # of rows in a tree, that one program should walk
-MOST_TAILS = 8  # programs that walk the paths of a tile
+# Exact mode; bits depend on these three.
+OWN = 32  # the last keys of a row, its own included, that are done for this row alone
+SPLIT = 128  # positions of a split
+TOGETHER = 8  # splits that are folded before others are
 JOIN = 0.5  # programs for each multiprocessor, from which on each walks all splits that are folded together
-SIDE_BY_SIDE = 8  # groups of splits that are merged at a time
 
 
 def attend_by_mask(
@@ -171,99 +170,79 @@ def _launch(
 ) -> torch.Tensor:
     from triton import cdiv, language, next_power_of_2
 
-    from . import kernels
-
     _, heads, rows, size = query.shape
     groups = heads // keys.shape[1]
     group = min(groups, HEADS)  # query heads in a tile
     units = keys.shape[1] * cdiv(groups, group)  # groups of query heads that share keys
     parts = 1  # of a tile of `tiles`, where the heads are too many for one
     if lists.packed:
-        tile = 64 if lists.exact else min(64, max(16, next_power_of_2(lists.packed * group)))
+        tile = min(64, max(16, next_power_of_2(lists.packed * group)))
         parts = cdiv(lists.packed, tile // group)
         programs = len(lists.tiles) // 3 * parts
     else:
-        tile = 64 if lists.exact or rows * group >= 64 else 16
+        tile = 64 if rows * group >= 64 else 16
         programs = cdiv(rows, tile // group)
     padded = max(16, next_power_of_2(size))  # smaller ones cannot be multiplied
-    processors, memory = device_of(query.device)
+    memory = device_of(query.device)[1]
     stages = ((memory - SPARE) // (padded * query.element_size()) - tile) // (2 * BLOCK)
-    factor = scaling * LOG2_E  # scores in powers of two
     furthest = keys.shape[2] * max(keys.stride(2), values.stride(2))
     options = {
-        "TILE": tile,
         "SIZE": size,
         "PADDED": padded,
         "GROUPS": groups,
         "GROUP": group,
         "UNITS": cdiv(groups, group),
-        "BLOCK": BLOCK,
         "WINDOW": lists.window,
         "SOFTCAP": softcap,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "INDEX": language.int32 if furthest < 2**31 else language.int64,
+        "PACKED": lists.packed > 0,
         "num_warps": WARPS,
-        "num_stages": max(1, min(stages, STAGES)),
         **early(query.device),
     }
+    tiling = {"TILE": tile, "BLOCK": BLOCK, "num_stages": max(1, min(stages, STAGES))}
     strides = (query.stride(1), query.stride(2), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2))
-    tree, line = (lists.tree, lists.tree.stride(0)), lists.text.stride(0)
-    tables = (lists.whose, lists.tiles, line, len(lists.tiles) // 3)
-    mixed = query.new_empty(1, rows, heads, size)
-    if lists.exact:
-        borders = {"FINE": FINE, "COARSE": COARSE, "TURN": TURN, "TOGETHER": TOGETHER}
-        width = lists.tree.shape[1]
-        most = min(lists.packed or rows, tile // group)  # rows of a tile
-        groups, tails = cdiv(exact_splits(lists.span), TOGETHER), min(cdiv(most, PATHS), MOST_TAILS)
-        joined = programs * units * groups >= JOIN * processors
-        jobs, near = groups if joined else exact_splits(lists.span), 1 + cdiv(width - 1, FINE)
-        splits = 1 + near + jobs
-        sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
-        peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
-        kernels.exact_part[(programs, units, tails + 1 + jobs)](
-            *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, *tree, width, sums, peaks),
-            *(*strides, rows, heads, splits, factor, *tables),
-            PARTS=parts,
-            PACKED=lists.packed > 0,
-            ROWS=next_power_of_2(most if lists.packed else tile // group),
-            TAILS=tails,
-            JOINED=joined,
-            NEAR=near,
-            enable_fp_fusion=False,  # or the compiler might join products and sums in one way here, in another there
-            **borders,
-            **options,
-        )
-        chunk = min(SIDE_BY_SIDE, next_power_of_2(cdiv(exact_splits(lists.span) + near, TOGETHER)))
-        several = max(1, MERGED // (chunk * padded))
-        kernels.exact_merge[(rows, cdiv(heads, several))](
-            *(sums, peaks, mixed, lists.length, lists.whose, lists.positions, rows, heads, splits),
-            SIZE=size,
-            PADDED=padded,
-            HEADS=several,
-            CHUNK=chunk,
-            GROUPS=cdiv(exact_splits(lists.span) + near, TOGETHER),
-            BLOCK=BLOCK,
-            JOINED=joined,
-            NEAR=near,
-            PACKED=lists.packed > 0,
-            num_warps=2,
-            enable_fp_fusion=False,
-            **borders,
-            **early(query.device),
-        )
-        return mixed
-    split = split_for(programs * units, lists.span, processors)
+    start = _start_exactly if lists.exact else _start
+    factor = scaling * LOG2_E  # scores in powers of two
+    return start((query, keys, values), lists, strides, factor, programs, units, parts, tiling, options)
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _start(
+    given: Tensors,
+    lists: SlotLists,
+    strides: tuple[int, ...],
+    factor: float,
+    programs: int,
+    units: int,
+    parts: int,
+    tiling: dict[str, Any],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Splits as they suit the device."""
+    from triton import cdiv, next_power_of_2
+
+    from . import kernels
+
+    query = given[0]
+    _, heads, rows, size = query.shape
+    split = split_for(programs * units, lists.span, device_of(query.device)[0])
     text_splits = cdiv(lists.span, split)
     splits = text_splits + cdiv(rows, split)
+    mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
     peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
     kernels.part[(programs, units, splits)](
-        *(query, keys, values, lists.text, lists.length, lists.positions, lists.slots, *tree, sums, peaks),
-        *(*strides, rows, heads, splits, text_splits, split, factor, *tables),
+        *(*given, lists.text, lists.length, lists.positions, lists.slots, lists.tree, lists.tree.stride(0)),
+        *(sums, peaks, *strides, rows, heads, splits, text_splits, split, factor),
+        *(lists.whose, lists.tiles, lists.text.stride(0), len(lists.tiles) // 3),
         PARTS=parts,
-        PACKED=lists.packed > 0,
+        **tiling,
         **options,
     )
+    padded = options["PADDED"]
     chunk = min(CHUNK, next_power_of_2(splits))
     several = max(1, MERGED // (chunk * padded))
     kernels.merge[(rows, cdiv(heads, several))](
@@ -278,6 +257,46 @@ def _launch(
     return mixed
 
 
-def exact_splits(length: int) -> int:
-    """How many splits so many positions have in exact mode."""
-    return -(-min(length, TURN) // FINE) + -(-max(length - TURN, 0) // COARSE)
+def _start_exactly(
+    given: Tensors,
+    lists: SlotLists,
+    strides: tuple[int, ...],
+    factor: float,
+    programs: int,
+    units: int,
+    parts: int,
+    tiling: dict[str, Any],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Splits by position. A program walks one, or all that are folded together: bits are the same."""
+    from triton import cdiv, next_power_of_2
+
+    from . import kernels
+
+    query, line = given[0], lists.text.stride(0)
+    _, heads, rows, size = query.shape
+    joined = programs * units * cdiv(lists.span, SPLIT * TOGETHER) >= JOIN * device_of(query.device)[0]
+    walk = SPLIT * TOGETHER if joined else SPLIT
+    splits = cdiv(lists.span, walk)
+    mixed = query.new_empty(1, rows, heads, size)
+    sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
+    peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+    kernels.part_exactly[(programs, units, splits)](
+        *(*given, lists.text, lists.positions, sums, peaks, *strides, rows, heads, splits, walk, factor),
+        *(lists.whose, lists.tiles, line, len(lists.tiles) // 3, parts),
+        OWN=OWN,
+        FOLD=SPLIT if joined else 0,
+        **tiling,
+        **options,
+    )
+    kernels.merge_exactly[(rows, units)](
+        *(*given, lists.text, lists.length, lists.positions, lists.tree, lists.tree.stride(0), sums, peaks, mixed),
+        *(*strides, rows, heads, splits, factor, lists.whose, line),
+        HEADS=next_power_of_2(options["GROUP"]),
+        OWN=OWN,
+        SPLIT=SPLIT,
+        TOGETHER=TOGETHER,
+        JOINED=joined,
+        **options,
+    )
+    return mixed

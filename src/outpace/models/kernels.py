@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Numbers that differ from step to step: without this a kernel is compiled anew where one is 1 or divisible by 16.
-VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count", "width"]
+VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count", "parts"]
 # Places in one box, one behind the other: the same, where one is not aligned to 16 bytes.
 BOXED = ["length", "positions", "slots", "tree", "whose", "tiles"]
 
@@ -223,15 +223,35 @@ def merge(
 
 
 @triton.jit
-def _split_at(position, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr):
-    """Exact: the split that a position is in. They are FINE long up to TURN, then COARSE."""
-    return tl.where(position < TURN, position // FINE, TURN // FINE + (position - TURN) // COARSE)
+def _add_exactly(
+    query, key, value, sees, factor, peak, weight, total, ones, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One block of keys more in a running softmax, of those that a row sees.
+
+    Peaks are whole numbers: scaling by powers of two is exact, wherever the compiler joins a product and a sum. Weights
+    (the same in every column) are added up as values are, by a product with ones: alike in tiles of any size.
+    """
+    if SOFTCAP > 0:
+        scores = _scores(query, tl.trans(key), factor, SOFTCAP, PRECISION)
+        factor = 1.0
+    else:
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    scores = tl.where(sees, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.ceil(tl.max(scores, 1) * factor))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shares = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - base[:, None]))
+    shares = shares.to(value.dtype)
+    fade = tl.exp2(peak - base)[:, None]
+    weight = tl.dot(shares, ones, weight * fade, input_precision=PRECISION)
+    total = tl.dot(shares, value, total * fade, input_precision=PRECISION)
+    return higher, weight, total
 
 
 @triton.jit
-def _start_of(split, FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr):
-    fine: tl.constexpr = TURN // FINE
-    return tl.where(split < fine, split * FINE, TURN + (split - fine) * COARSE)
+def _column(weight):
+    """[rows] of weights that are the same in every column."""
+    first = tl.arange(0, weight.shape[1]) == 0
+    return tl.sum(tl.where(first[None, :], weight, 0.0), 1)
 
 
 @triton.jit
@@ -240,336 +260,215 @@ def _fold(peak, weight, total, peak_more, weight_more, total_more):
     higher = tl.maximum(peak, peak_more)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     fade, share = tl.exp2(peak - base), tl.exp2(peak_more - base)
-    weight = weight * fade + weight_more * share
+    if len(weight.shape) == len(peak.shape):
+        weight = weight * fade + weight_more * share
+    else:
+        weight = weight * tl.expand_dims(fade, -1) + weight_more * tl.expand_dims(share, -1)
     total = total * tl.expand_dims(fade, -1) + total_more * tl.expand_dims(share, -1)
     return higher, weight, total
 
 
 @triton.jit
-def _store_part(
-    sums, peaks, weights, number, rows, heads, row, head, mask, peak, weight, total,
-    SIZE: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    part = tl.arange(0, PADDED)
-    stored = (number * rows + row) * heads + head
-    tl.store(peaks + stored, peak, mask=mask)
-    tl.store(weights + stored, weight, mask=mask)
-    tl.store(
-        sums + stored.to(tl.int64)[:, None] * SIZE + part[None, :], total, mask=mask[:, None] & (part < SIZE)[None, :]
-    )
-
-
-@triton.jit
-def _exact_text(
-    q, keys, values, text, sums, peaks, weights, key_slot, value_slot, rows, heads, factor, row, head, real, at, own,
-    number, start, stop,
+def _walk_exactly(
+    q, slot, spare, text, start, stop, own, keys, values, key_slot, value_slot, factor, row, head, real, at, heads,
+    sums, peaks, weights,
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, JOINED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over whole blocks of the text, from `start` to `stop`: of one split, or (JOINED) of several.
+    """What `_walk` does, of the text alone: a row sees what is before its `own` keys.
 
-    A row takes those before its `own` block. Slots are read a block ahead.
+    FOLD: every so many positions are added up by themselves first.
     """
+    part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
-    stop = tl.minimum(stop, tl.max(tl.where(real, own, 0)))
-    if WINDOW > 0:
-        first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
-        start = tl.maximum(start, first // BLOCK * BLOCK)
+    slot = tl.where(start + across < stop, slot, spare).to(INDEX)
+    ones = tl.full([BLOCK, 16], 1.0, values.dtype.element_ty)
     peak = tl.full([TILE], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE], tl.float32)
+    weight = tl.zeros([TILE, 16], tl.float32)
     total = tl.zeros([TILE, PADDED], tl.float32)
-    if JOINED:
+    if FOLD > 0:
         peak_all = tl.full([TILE], float("-inf"), tl.float32)
-        weight_all = tl.zeros([TILE], tl.float32)
+        weight_all = tl.zeros([TILE, 16], tl.float32)
         total_all = tl.zeros([TILE, PADDED], tl.float32)
-    slot = tl.load(text + start + across, mask=start + across < stop, other=0).to(INDEX)
     for block in range(start, stop, BLOCK):
+        index = block + across
         key = _of_slots(keys, slot, key_slot, SIZE, PADDED)
         value = _of_slots(values, slot, value_slot, SIZE, PADDED)
-        slot = tl.load(text + tl.minimum(block + BLOCK + across, stop - 1)).to(INDEX)
-        sees = (block < own)[:, None]
+        slot = tl.load(text + tl.minimum(index + BLOCK, stop - 1)).to(INDEX)
+        sees = index[None, :] < own[:, None]
         if WINDOW > 0:
-            sees = sees & (at[:, None] - (block + across)[None, :] < WINDOW)
-        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
-        peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
-        if JOINED:
-            behind = block + BLOCK
-            if _start_of(_split_at(behind, FINE, COARSE, TURN), FINE, COARSE, TURN) == behind:
+            sees = sees & (at[:, None] - index[None, :] < WINDOW)
+        peak, weight, total = _add_exactly(q, key, value, sees, factor, peak, weight, total, ones, SOFTCAP, PRECISION)
+        if FOLD > 0:  # noqa: SIM102 (this is known when the kernel is compiled)
+            if (block + BLOCK) % FOLD == 0:
                 peak_all, weight_all, total_all = _fold(peak_all, weight_all, total_all, peak, weight, total)
                 peak = tl.full([TILE], float("-inf"), tl.float32)
-                weight = tl.zeros([TILE], tl.float32)
+                weight = tl.zeros([TILE, 16], tl.float32)
                 total = tl.zeros([TILE, PADDED], tl.float32)
-    if JOINED:  # where the rows end amid a split
+    if FOLD > 0:
         peak, weight, total = _fold(peak_all, weight_all, total_all, peak, weight, total)
-    _store_part(sums, peaks, weights, number, rows, heads, row, head, real, peak, weight, total, SIZE, PADDED)
-
-
-@triton.jit
-def _path_slots(text, tree, position, past, end, INDEX: tl.constexpr):
-    """The slots that lie at positions up to `end`: of the text, and from `past` on of a row's ancestors and its own."""
-    slot = tl.load(text + position, mask=position < tl.minimum(past, end + 1), other=0)
-    slot += tl.load(tree + position - past, mask=(position >= past) & (position <= end), other=0)
-    return slot.to(INDEX)
-
-
-@triton.jit
-def _lead_of(number, leads, rank, other, end, past, width):
-    """The row in its tile that leads a path, and how far the path goes."""
-    this = leads & (rank == number)
-    until = tl.max(tl.where(this, end, 0))
-    return tl.max(tl.where(this, other, 0)), tl.minimum(until, past + width - 1)
-
-
-@triton.jit
-def _exact_tail(
-    q, keys, values, text, positions, slots, tree, tree_row, width, sums, peaks, weights, key_slot, value_slot,
-    rows, heads, factor, first_row, row_stop, row, head, real, at, own, past, border, turn,
-    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, TAILS: tl.constexpr,
-):  # fmt: skip
-    """The own block of each row of a tile; and of rows whose own block is behind `border` the splits before it too.
-
-    Rows on one path share it: each is done with the last row of the tile that has it on its path, the lead of its
-    path. Of TAILS programs each does every so many paths.
-    """
-    across = tl.arange(0, BLOCK)
-    # Which rows are on the path of which: those that are text by now are on all.
-    other = tl.arange(0, ROWS)
-    there = (other < TILE // GROUP) & (first_row + other < row_stop)
-    end = tl.load(positions + first_row + other, mask=there, other=-1).to(tl.int32)
-    slot = tl.load(slots + row, mask=real, other=-1)
-    depth = at - past
-    on = there[:, None] & real[None, :] & (end[:, None] >= at[None, :])
-    above = tl.load(
-        tree + (first_row + other)[:, None] * tree_row + depth[None, :],
-        mask=on & (depth >= 0)[None, :] & (depth < width)[None, :],
-        other=-1,
-    )
-    self = (first_row + other)[:, None] == row[None, :]
-    on = on & ((depth < 0)[None, :] | (above == slot[None, :]) | self)
-    lead = tl.max(tl.where(on, other[:, None], -1), 0)  # [TILE]
-    leads = (tl.max(((lead[None, :] == other[:, None]) & real[None, :]).to(tl.int32), 1) > 0) & there
-    rank = tl.cumsum(leads.to(tl.int32), 0) - 1
-    paths = tl.sum(leads.to(tl.int32), 0)
-
-    last = tl.max(tl.where(real, own, 0))
-    first = tl.min(tl.where(real, own, 1 << 30))
-    blocks = (last - first) // BLOCK + 1
-    part = tl.arange(0, PADDED)
-    tree += first_row.to(tl.int64) * tree_row
-    chosen, until = _lead_of(turn, leads, rank, other, end, past, width)
-    listed = _path_slots(text, tree + chosen * tree_row, first + across, past, until, INDEX)
-    steps = (paths - turn + TAILS - 1) // TAILS * blocks
-    for step in tl.range(0, steps, num_stages=2):
-        block = first + step % blocks * BLOCK
-        position = block + across
-        inside = (position <= until)[:, None] & (part < SIZE)[None, :]
-        key = tl.load(keys + listed[:, None] * key_slot + part[None, :], mask=inside, other=0.0)
-        value = tl.load(values + listed[:, None] * value_slot + part[None, :], mask=inside, other=0.0)
-        here = real & (lead == chosen) & (own == block)
-        sees = here[:, None] & (position[None, :] <= tl.minimum(at, until)[:, None])
-        # Where the next keys are.
-        after = step + 1
-        chosen, until = _lead_of(turn + after // blocks * TAILS, leads, rank, other, end, past, width)
-        listed = _path_slots(
-            text, tree + chosen * tree_row, first + after % blocks * BLOCK + across, past, until, INDEX
-        )
-        if WINDOW > 0:
-            sees = sees & (at[:, None] - position[None, :] < WINDOW)
-        scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
-        peak, weight, total = _add(
-            scores, value, tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
-            tl.zeros([TILE, PADDED], tl.float32), PRECISION,
-        )  # fmt: skip
-        _store_part(sums, peaks, weights, 0, rows, heads, row, head, here, peak, weight, total, SIZE, PADDED)
-    if last > border:
-        open_split = _split_at(border, FINE, COARSE, TURN)
-        for number in tl.range(turn, paths, TAILS, num_stages=1):
-            chosen, until = _lead_of(number, leads, rank, other, end, past, width)
-            mine = real & (lead == chosen)
-            peak = tl.full([TILE], float("-inf"), tl.float32)
-            weight = tl.zeros([TILE], tl.float32)
-            total = tl.zeros([TILE, PADDED], tl.float32)
-            for block in tl.range(_start_of(open_split, FINE, COARSE, TURN), until - BLOCK + 1, BLOCK, num_stages=1):
-                position = block + across
-                listed = _path_slots(text, tree + chosen * tree_row, position, past, until, INDEX)
-                key = _of_slots(keys, listed, key_slot, SIZE, PADDED)
-                value = _of_slots(values, listed, value_slot, SIZE, PADDED)
-                sees = (mine & (block < own))[:, None]
-                if WINDOW > 0:
-                    sees = sees & (at[:, None] - position[None, :] < WINDOW)
-                scores = tl.where(sees, _scores(q, tl.trans(key), factor, SOFTCAP, PRECISION), float("-inf"))
-                peak, weight, total = _add(scores, value, peak, weight, total, PRECISION)
-                split = _split_at(block, FINE, COARSE, TURN)
-                behind = block + BLOCK
-                ends = _start_of(split + 1, FINE, COARSE, TURN) == behind
-                # A split that ends here, of rows further on; and what rows have of their own split before their block.
-                done = mine & (own >= behind) & (behind > border) & (ends | (own == behind))
-                _store_part(
-                    sums, peaks, weights, 1 + split - open_split, rows, heads, row, head, done, peak, weight, total,
-                    SIZE, PADDED,
-                )  # fmt: skip
-                if ends:
-                    peak = tl.full([TILE], float("-inf"), tl.float32)
-                    weight = tl.zeros([TILE], tl.float32)
-                    total = tl.zeros([TILE, PADDED], tl.float32)
-                    stored = ((2 + split - open_split) * rows + row) * heads + head
-                    tl.store(peaks + stored, peak, mask=mine & (own == behind))
+    stored = row * heads + head
+    tl.store(peaks + stored, peak, mask=real)
+    tl.store(weights + stored, _column(weight), mask=real)
+    tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=real[:, None] & (part < SIZE)[None, :])
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
-def exact_part(
-    query, keys, values, text, length, positions, slots, tree, tree_row, width, sums, peaks,
-    query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, factor,
-    whose, tiles, text_line, tile_count,
-    TILE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
-    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
-    TAILS: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
+def part_exactly(
+    query, keys, values, text, positions, sums, peaks,
+    query_head, query_row, key_head, key_slot, value_head, value_slot,
+    rows, heads, splits, walk, factor, whose, tiles, text_line, tile_count, parts,
+    TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, INDEX: tl.constexpr, OWN: tl.constexpr, FOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What `part` does, in parts that depend on a row's position alone.
+    """A tile of rows over one split of `walk` positions of the text, of each row up to its last OWN keys.
 
-    A row has a part for each split of the text, that of its own split up to its own block, and one for its own block.
-    Programs do, in this order: own blocks (TAILS), the split that the text ends in, and then a split before it each or
-    (JOINED) a group of TOGETHER, folded. The parts in the order of `sums`: own blocks, NEAR splits from the one on that
-    the text ends in, then the splits or groups.
+    PACKED: see `part`; the tile does one of `parts` of an entry. Where no row has keys, nothing is written: which
+    splits a row has follows from its position.
     """
     _wait(EARLY)
-    unit, job = tl.program_id(1), tl.program_id(2)
+    unit, split = tl.program_id(1), tl.program_id(2)
     first_row = tl.program_id(0) * (TILE // GROUP)
     row_stop = rows
     if PACKED:
-        entry = tl.program_id(0) // PARTS
-        first_row = (tl.load(tiles + entry) + tl.program_id(0) % PARTS * (TILE // GROUP)).to(tl.int32)
+        entry = tl.program_id(0) // parts
+        first_row = (tl.load(tiles + entry) + tl.program_id(0) % parts * (TILE // GROUP)).to(tl.int32)
         row_stop = tl.load(tiles + tile_count + entry).to(tl.int32)
-        mine = tl.load(whose + first_row, mask=first_row < row_stop, other=0)
-        length += mine
-        text += mine * text_line
-    past = tl.load(length).to(tl.int32)
-    border = past // BLOCK * BLOCK  # up to here all blocks are of the text
-    open_split = _split_at(border, FINE, COARSE, TURN)
-    keys += unit // UNITS * key_head
-    values += unit // UNITS * value_head
-    weights = peaks + splits * rows * heads
-    number = job - TAILS - 1
-    begins = number * (TOGETHER if JOINED else 1)
-    if (first_row < row_stop) & (begins < open_split):
-        place = tl.arange(0, TILE)
+        text += tl.load(whose + first_row, mask=first_row < row_stop, other=0) * text_line
+    place = tl.arange(0, TILE)
+    row = first_row + place // GROUP
+    within = unit % UNITS * GROUP + place % GROUP
+    real = (row < row_stop) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
+    head = unit // UNITS * GROUPS + within
+    at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
+    own = tl.where(real, at - OWN + 1, 0)
+    start = split * walk
+    stop = tl.minimum(tl.max(own), start + walk)
+    if WINDOW > 0:
+        first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
+        start = tl.maximum(start, first // BLOCK * BLOCK)
+    if start < stop:
         part = tl.arange(0, PADDED)
-        row = first_row + place // GROUP
-        within = unit % UNITS * GROUP + place % GROUP
-        real = (row < row_stop) & (place // GROUP < TILE // GROUP) & (within < GROUPS)
-        head = unit // UNITS * GROUPS + within
-        at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
-        own = at // BLOCK * BLOCK
         q = tl.load(
             query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
             mask=real[:, None] & (part < SIZE)[None, :],
             other=0.0,
         )
-        if job < TAILS:
-            _exact_tail(
-                q, keys, values, text, positions, slots, tree, tree_row, width, sums, peaks, weights,
-                key_slot, value_slot, rows, heads, factor, first_row, row_stop, row, head, real, at, own, past,
-                border, job, TILE, SIZE, PADDED, GROUP, ROWS, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX,
-                FINE, COARSE, TURN, TAILS,
-            )  # fmt: skip
-        elif job == TAILS:
-            start = _start_of(open_split, FINE, COARSE, TURN)
-            _exact_text(
-                q, keys, values, text, sums, peaks, weights, key_slot, value_slot, rows, heads, factor,
-                row, head, real & (own <= border), at, own, 1, start, border,
-                TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN, False,
-            )  # fmt: skip
-        else:
-            behind = tl.minimum(begins + TOGETHER, open_split) if JOINED else begins + 1
-            _exact_text(
-                q, keys, values, text, sums, peaks, weights, key_slot, value_slot, rows, heads, factor,
-                row, head, real, at, own, 1 + NEAR + number,
-                _start_of(begins, FINE, COARSE, TURN), _start_of(behind, FINE, COARSE, TURN),
-                TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FINE, COARSE, TURN, JOINED,
-            )  # fmt: skip
+        index = start + tl.arange(0, BLOCK)
+        slot = tl.load(text + index, mask=index < stop, other=0)
+        _walk_exactly(
+            q, slot, tl.load(text + start), text, start, stop, own, keys + unit // UNITS * key_head,
+            values + unit // UNITS * value_head, key_slot, value_slot, factor, row, head, real, at, heads,
+            sums + split.to(tl.int64) * rows * heads * SIZE, peaks + split * rows * heads,
+            peaks + (splits + split) * rows * heads,
+            TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FOLD,
+        )  # fmt: skip
 
 
 @triton.jit
-def _load_parts(
-    sums, peaks, weights, number, rows, heads, row, head, there, SIZE: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    """Of a part without keys only the peak was written."""
+def _load_part(sums, peaks, weights, number, rows, heads, row, head, there, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """One part of a row as `part_exactly` has left it. Where none is `there` nothing was written."""
     part = tl.arange(0, PADDED)
     stored = (number * rows + row) * heads + head
     peak = tl.load(peaks + stored, mask=there, other=float("-inf"))
-    there = there & (peak > float("-inf"))
     weight = tl.load(weights + stored, mask=there, other=0.0)
-    within = tl.expand_dims(there, 2) & (part < SIZE)[None, None, :]
-    place = sums + tl.expand_dims(stored.to(tl.int64), 2) * SIZE + part[None, None, :]
-    return peak, weight, tl.load(place, mask=within, other=0.0)
+    place = sums + stored.to(tl.int64)[:, None] * SIZE + part[None, :]
+    return peak, weight, tl.load(place, mask=there[:, None] & (part < SIZE)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=VARYING)
-def exact_merge(
-    sums, peaks, mixed, length, whose, positions, rows, heads, splits,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
-    FINE: tl.constexpr, COARSE: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
-    JOINED: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
+def merge_exactly(
+    query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
+    query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, factor, whose, text_line,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
+    HEADS: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and HEADS heads: the splits of each group one after the other, then the groups, then the own block.
+    """One row and the heads of a key head: its last OWN keys, behind the text's splits as one softmax.
 
-    CHUNK of the GROUPS are done side by side. Each is folded in the same order, whoever did it.
+    The splits of a group of TOGETHER are folded one after the other, then the groups, then the own keys. JOINED:
+    `part_exactly` has folded the splits of each group already. HEADS, a power of two, holds GROUP.
+
+    The own keys need nothing of the kernel before, so they are done while it runs. Nothing that is read until then may
+    come from the first cache, which could be older than what was written last.
     """
-    _wait(EARLY)
-    row = tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    real = (head < heads)[:, None]
-    heads_here = head[:, None]
-    part = tl.arange(0, PADDED)
+    row, unit = tl.program_id(0), tl.program_id(1)
     if PACKED:
-        length += tl.load(whose + row)
-    border = tl.load(length).to(tl.int32) // BLOCK * BLOCK
-    open_split = _split_at(border, FINE, COARSE, TURN)
-    own_split = _split_at(tl.load(positions + row).to(tl.int32), FINE, COARSE, TURN)
-    weights = peaks + splits * rows * heads
-    peak_all = tl.full([HEADS, 1], float("-inf"), tl.float32)
-    weight_all = tl.zeros([HEADS, 1], tl.float32)
-    total_all = tl.zeros([HEADS, 1, PADDED], tl.float32)
-    for chunk in range(0, tl.minimum(tl.maximum(own_split, open_split) // TOGETHER + 1, GROUPS), CHUNK):
-        group = chunk + tl.arange(0, CHUNK)[None, :]
-        peak = tl.full([HEADS, CHUNK], float("-inf"), tl.float32)
-        weight = tl.zeros([HEADS, CHUNK], tl.float32)
-        total = tl.zeros([HEADS, CHUNK, PADDED], tl.float32)
-        for place in tl.static_range(0, 1 if JOINED else TOGETHER):
-            split = group * TOGETHER + place
-            more = _load_parts(
-                sums, peaks, weights, 1 + NEAR + (group if JOINED else split), rows, heads, row, heads_here,
-                real & (split < open_split), SIZE, PADDED,
-            )  # fmt: skip
-            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
-        for near in tl.static_range(0, NEAR):
-            split = open_split + near
-            there = real & (group == split // TOGETHER) & (split <= tl.maximum(own_split, open_split))
-            more = _load_parts(
-                sums, peaks, weights, 1 + near + 0 * group, rows, heads, row, heads_here, there, SIZE, PADDED
-            )
-            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
-        for place in tl.static_range(0, CHUNK):
-            this = tl.arange(0, CHUNK)[None, :] == place
-            peak_all, weight_all, total_all = _fold(
-                peak_all, weight_all, total_all,
-                tl.max(tl.where(this, peak, float("-inf")), 1, keep_dims=True),
-                tl.sum(tl.where(this, weight, 0.0), 1, keep_dims=True),
-                tl.sum(tl.where(tl.expand_dims(this, 2), total, 0.0), 1, keep_dims=True),
-            )  # fmt: skip
-    mine = _load_parts(
-        sums, peaks, weights, tl.zeros([1, 1], tl.int32), rows, heads, row, heads_here, real, SIZE, PADDED
+        mine = tl.load(whose + row, cache_modifier=".cg")
+        length += mine
+        text += mine * text_line
+    past = tl.load(length, cache_modifier=".cg").to(tl.int32)
+    at = tl.load(positions + row, cache_modifier=".cg").to(tl.int32)
+    begins = at - OWN + 1
+    position = begins + tl.arange(0, OWN)
+    there = position >= 0
+    if WINDOW > 0:
+        there = there & (at - position < WINDOW)
+    slot = tl.load(text + position, mask=there & (position < past), other=0, cache_modifier=".cg")
+    path = tree + row.to(tl.int64) * tree_row
+    slot += tl.load(path + position - past, mask=there & (position >= past), other=0, cache_modifier=".cg")
+    slot = slot.to(INDEX)
+    place, part = tl.arange(0, 16), tl.arange(0, PADDED)
+    first = unit // UNITS * GROUPS + unit % UNITS * GROUP
+    held = tl.minimum(GROUP, GROUPS - unit % UNITS * GROUP)
+    real = place < held
+    inside = (part < SIZE)[None, :]
+    q = tl.load(
+        query + (first + place)[:, None] * query_head + row * query_row + part[None, :],
+        mask=real[:, None] & inside,
+        other=0.0,
+        cache_modifier=".cg",
     )
-    peak_all, weight_all, total_all = _fold(peak_all, weight_all, total_all, mine[0], mine[1], mine[2])
-    weight_all = tl.where(weight_all > 0, weight_all, 1.0)  # a row of a lane at rest may see nothing
-    found = total_all / tl.expand_dims(weight_all, 2)
-    place = mixed + (row * heads + tl.expand_dims(heads_here, 2)) * SIZE + part[None, None, :]
-    tl.store(place, found, mask=tl.expand_dims(real, 2) & (part < SIZE)[None, None, :])
+    inside = inside & there[:, None]
+    keys += unit // UNITS * key_head
+    values += unit // UNITS * value_head
+    key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    peak_own, weight_own, total_own = _add_exactly(
+        q, key, value, real[:, None] & there[None, :], factor,
+        tl.full([16], float("-inf"), tl.float32), tl.zeros([16, 16], tl.float32), tl.zeros([16, PADDED], tl.float32),
+        tl.full([OWN, 16], 1.0, value.dtype), SOFTCAP, PRECISION,
+    )  # fmt: skip
+    # The heads alone, without what fills up the tile: that is zero, and sees nothing.
+    peak_own = tl.max(tl.reshape(peak_own, [16 // HEADS, HEADS]), 0)
+    weight_own = tl.sum(tl.reshape(_column(weight_own), [16 // HEADS, HEADS]), 0)
+    total_own = tl.sum(tl.reshape(total_own, [16 // HEADS, HEADS, PADDED]), 0)
+
+    _wait(EARLY)
+    weights = peaks + splits * rows * heads
+    head = first + tl.arange(0, HEADS)
+    real = tl.arange(0, HEADS) < held
+    until = (tl.maximum(begins, 0) + SPLIT - 1) // SPLIT
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(at - WINDOW + 1, 0) // SPLIT
+        if WINDOW <= OWN:
+            until = 0
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    weight = tl.zeros([HEADS], tl.float32)
+    total = tl.zeros([HEADS, PADDED], tl.float32)
+    for group in range(start // TOGETHER, (until + TOGETHER - 1) // TOGETHER):
+        if JOINED:
+            more = _load_part(sums, peaks, weights, group, rows, heads, row, head, real, SIZE, PADDED)
+            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+        else:
+            peak_group = tl.full([HEADS], float("-inf"), tl.float32)
+            weight_group = tl.zeros([HEADS], tl.float32)
+            total_group = tl.zeros([HEADS, PADDED], tl.float32)
+            for each in tl.static_range(TOGETHER):
+                split = group * TOGETHER + each
+                has = real & (split >= start) & (split < until)
+                more = _load_part(sums, peaks, weights, split, rows, heads, row, head, has, SIZE, PADDED)
+                peak_group, weight_group, total_group = _fold(
+                    peak_group, weight_group, total_group, more[0], more[1], more[2]
+                )
+            peak, weight, total = _fold(peak, weight, total, peak_group, weight_group, total_group)
+    peak, weight, total = _fold(peak, weight, total, peak_own, weight_own, total_own)
+    weight = tl.where(weight > 0, weight, 1.0)
+    stored = mixed + (row * heads + head)[:, None] * SIZE + part[None, :]
+    tl.store(stored, total / weight[:, None], mask=real[:, None] & (part < SIZE)[None, :])
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -10,10 +10,9 @@ import torch
 
 from ..draft import Mask
 from ..models.adapter import FixedRows, Model
-from ..models.attention import SlotLists
+from ..models.attention import OWN, SlotLists
 from ..pool import Numbers, Pool, Rows
 
-WIDTH = 256  # how many tokens ahead a draft may reach, in exact mode
 TILE = 16  # the most rows of one text that attention does together, if there are several texts
 
 
@@ -29,9 +28,9 @@ class FixedStep:
         span: int,
         exact: bool,
         texts: int = 0,
-        ahead: int = WIDTH,
+        ahead: int = OWN,
     ) -> None:
-        """In exact mode rows reach up to `ahead` tokens beyond the text."""
+        """In exact mode rows reach up to `ahead` tokens beyond the text, OWN at most."""
         self.pool = pool
         self.size = size
         self.on_gpu = pool.device.type == "cuda"

@@ -6,7 +6,8 @@ over a text up to a fixed length. All that a step needs goes over in one copy, a
 
 In exact mode a row has the same bits whatever rows are beside it, of its own text or of others, so that the logits of
 an accepted guess are bit for bit those of plain decoding in the same mode. Where a device computes products of few rows
-otherwise than products of many, there is one size for that, and texts take turns.
+otherwise than products of many, there is one size for that, and texts take turns. A draft that reaches further than
+exact attention does (`attention.OWN`) is computed in several forwards.
 
 Rows of several texts go in one graph too, by graphs made for that.
 
@@ -16,7 +17,7 @@ Where the host need not stand between, whole steps run as programs (`program.py`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -28,13 +29,14 @@ from ..draft import Draft, Verdict, chain
 from ..errors import InputError, InvalidLogits, OutpaceWarning
 from ..models.adapter import Model, Output
 from ..models.ahead import Ahead
+from ..models.attention import OWN
 from ..models.best import find_best
 from ..picking import Sampling
-from ..pool import Pool, Rows, Sequence
+from ..pool import Numbers, Pool, Rows, Sequence
 from ..sending import put, send
 from .costs import CostCurve
 from .exact import in_pieces
-from .fixed import WIDTH, FixedStep
+from .fixed import FixedStep
 from .plain import Engine, Question, Work, answered, joined
 from .program import LANES, Program
 
@@ -79,6 +81,7 @@ class GraphEngine(Engine):
         # By method and by the costs that it was sized with, the newest last.
         self._programs: list[tuple[Any, CostCurve | None, Program]] = []
         self._read = False  # whether any text was read
+        self._alone = False  # whether texts take turns, because they have other bits together
         self._prepared: set[bool] = set()  # whether layers are compiled for one text, for several
         self.lines = LINES
         self.whole_steps = True  # False: the host stands between the verbs of a step, to compare
@@ -93,10 +96,7 @@ class GraphEngine(Engine):
 
     @property
     def most_texts(self) -> int:
-        # In exact mode on a GPU texts together had NaN once (docs/log.md). Until one has shown that it is mended, they
-        # take turns.
-        turns = self.one_size or (self.exact and self.pool.device.type == "cuda")
-        return TEXTS[-1] if self.model.packs and not turns else 1
+        return TEXTS[-1] if self.model.packs and not self.one_size and not self._alone else 1
 
     @property
     def one_size(self) -> bool:
@@ -118,15 +118,16 @@ class GraphEngine(Engine):
             return None
         for known, costs, program in self._programs:
             if costs is self.costs and (known is method or known == method):
-                return program
+                return program if program.fits else None
         plan = method.plan(self)
         if plan is None:
             return None
         idle = [entry for entry in self._programs if entry[2].idle]
         for entry in idle[: max(0, len(self._programs) + 1 - PROGRAMS)]:
             self._programs.remove(entry)
-        self._programs.append((method, self.costs, Program(self, plan)))
-        return self._programs[-1][2]
+        program = Program(self, plan)
+        self._programs.append((method, self.costs, program))
+        return program if program.fits else None
 
     def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured | None:
         """A step of a program, captured; None, and a warning, where there is no memory for it or it cannot be."""
@@ -224,6 +225,8 @@ class GraphEngine(Engine):
     def run(self, works: Items[Work]) -> list[Output | InvalidLogits]:
         if len(works) == 1:
             return [works[0].do()]
+        if self.exact and any(work.logits and _reach(work.rows) > OWN for work in works):
+            return [_copy(work.do()) for work in works]
         outputs = self._run_packed(works)
         if outputs is None:  # with a dense mask, then
             return super().run(works)
@@ -258,26 +261,29 @@ class GraphEngine(Engine):
         hidden: torch.Tensor | None,
         question: Question | None,
     ) -> Output:
-        """In parts, where there are more rows than the graph takes. A row's ancestors are never in a later part."""
-        tails = rows.tails()
-        if tails.shape[1] > WIDTH:
-            raise InputError(f"a draft reaches {tails.shape[1]} tokens ahead; in exact mode it may reach {WIDTH}.")
-        sizes, parts = self.sizes, list[Output]()
-        for start in range(0, len(rows), sizes[-1]):
-            parts = [*parts[:-1], *map(_copy, parts[-1:])]
-            stop = min(start + sizes[-1], len(rows))
-            size = next(size for size in sizes if size >= stop - start)
-            # The question is about the last row of all.
-            graph = self._graph(size, len(rows.text), layers, question if stop == len(rows) else None)
+        """In parts, where there are more rows than the graph takes, or where they reach further than OWN.
+
+        A row's ancestors are never in a later part. Those OWN and more before a row are text to it.
+        """
+        tails, past, count = rows.tails(), len(rows.text), len(rows)
+        parts = list[tuple[Numbers, Output]]()
+        for before, chosen in _parts(tails, rows.numbers[1] - past, self.sizes[-1]):
+            parts = [*parts[:-1], *((some, _copy(output)) for some, output in parts[-1:])]
+            if before:
+                put(tails[chosen[0], :before].tolist(), self._texts[0, past:])
+            size = next(size for size in self.sizes if size >= len(chosen))
+            last = chosen[-1] == count - 1  # the question is about the last row of all
+            graph = self._graph(size, past + before, layers, question if last else None)
             if hidden is not None:
-                graph.hidden[: stop - start] = hidden[start:stop]
-            graph.launch(rows.numbers[:, start:stop], tails[start:stop], len(rows.text))
-            parts.append(graph.share(stop - start, max(0, min(stop - start, stop - len(rows) + logits))))
-        return parts[0] if len(parts) == 1 else _join(parts)
+                graph.hidden[: len(chosen)] = hidden[torch.from_numpy(chosen).to(hidden.device)]
+            graph.launch(rows.numbers[:, chosen], tails[chosen, before : before + OWN], past + before)
+            parts.append((chosen, graph.share(len(chosen), int((chosen >= count - logits).sum()))))
+        return parts[0][1] if len(parts) == 1 else _join(parts, count - logits)
 
     def is_exact(self) -> bool:
         """Whether the rows of a tree have the bits that they have one by one, and a text that is read in other pieces.
 
+        Where only texts together have others, they take turns from then on.
         It is tried with numbers of rows of every kind that kernels know. A few rows cannot show it all: where layers
         are not compiled, torch's norms add up otherwise for other numbers of rows, and that is seldom seen. So there
         must be one number then.
@@ -290,9 +296,10 @@ class GraphEngine(Engine):
                 draft = chain(sequence.tokens[-1], (), "")
                 alone.append(self.score(sequence, draft).logits[0].clone())
                 self.pool.keep(sequence, draft, Verdict((0,), (token,)))
-        if not torch.equal(in_pieces(self, [text + answer], len(text))[: len(alone)], torch.stack(alone)):
+        expected = torch.stack(alone)
+        if not torch.equal(in_pieces(self, [text + answer], len(text))[: len(alone)], expected):
             return False
-        for rows in {*self.sizes[::2], self.sizes[-1]}:
+        for rows in self._tried():
             tokens, parents, path = [text[-1]], [-1], [0]
             for row in range(1, rows):  # every second row goes on with the answer, while it lasts
                 on_path = row % 2 == 0 and len(path) < len(answer)
@@ -302,9 +309,17 @@ class GraphEngine(Engine):
             tree = Draft(tuple(tokens), tuple(parents), rows, ("",) * rows)
             with self.pool.sequence(text) as sequence:
                 together = self.score(sequence, tree).logits[path]
-            if not torch.equal(together, torch.stack(alone[: len(path)])):
+            if not torch.equal(together, expected[: len(path)]):
                 return False
+        if self.most_texts > 1:
+            beside = in_pieces(self, [text[::-1] + answer, text + answer], len(text))
+            self._alone = not torch.equal(beside[: len(alone)], expected)
+            self.name += ", one text at a time" if self._alone else ""
         return self._compile or len(self.sizes) == 1
+
+    def _tried(self) -> set[int]:
+        """Numbers of rows of every kind that kernels know."""
+        return {*self.sizes[::2], self.sizes[-1]}
 
     def use_one_size(self) -> None:
         """From now on every step of exact mode computes the same number of rows."""
@@ -404,7 +419,7 @@ class GraphEngine(Engine):
         ahead = Ahead()
         try:
             with ahead:
-                for rows in (PRIME, size):
+                for rows in {PRIME, size, *(self._tried() if self.exact and not texts else ())}:
                     _Graph(*places, rows, span, last, False, self.exact, None, texts).compute()
             self._compile_layers()
             # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
@@ -492,7 +507,7 @@ class _Graph(FixedStep):
         texts: int = 0,
         reads: bool = False,
     ) -> None:
-        super().__init__(model, pool, text, size, span, exact, texts, 2 if reads else WIDTH)
+        super().__init__(model, pool, text, size, span, exact, texts, 2 if reads else OWN)
         self.question = question
         self.reads = reads
         self.model = model
@@ -538,9 +553,35 @@ def _span(length: int) -> int:
 
 def _copy(output: Output) -> Output:
     """An output that outlives the next replay."""
-    return Output(output.logits.clone(), output.hidden.clone())
+    answer = None if output.answer is None else output.answer.clone()
+    return Output(output.logits.clone(), output.hidden.clone(), answer=answer)
 
 
-def _join(parts: list[Output]) -> Output:
-    logits, hidden = torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts])
-    return Output(logits, hidden, answer=parts[-1].answer)
+def _reach(rows: Rows) -> int:
+    """How many tokens beyond the text some row sees, itself included."""
+    return int(rows.numbers[1].max()) + 1 - len(rows.text)
+
+
+def _parts(tails: Numbers, depths: Numbers, most: int) -> Iterator[tuple[int, Numbers]]:
+    """Rows that exact attention can do together, `most` at a time; and how many of their ancestors are text to them."""
+    steps = depths // OWN * OWN
+    for before in sorted({*steps.tolist()}):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row in np.flatnonzero(steps == before).tolist():
+            groups.setdefault(tuple(tails[row, :before].tolist()), []).append(row)
+        for group in groups.values():
+            for start in range(0, len(group), most):
+                yield before, np.array(group[start : start + most])
+
+
+def _join(parts: list[tuple[Numbers, Output]], asked: int) -> Output:
+    """Outputs of some rows each as one. Logits are of the rows from `asked` on."""
+    device = parts[0][1].hidden.device
+    rows = np.concatenate([chosen for chosen, _ in parts])
+
+    def ordered(part: list[torch.Tensor], rows: Numbers) -> torch.Tensor:
+        return torch.cat(part)[torch.from_numpy(rows.argsort()).to(device)]
+
+    logits = ordered([output.logits for _, output in parts], rows[rows >= asked])
+    answer = next((output.answer for _, output in parts if output.answer is not None), None)
+    return Output(logits, ordered([output.hidden for _, output in parts], rows), answer=answer)

@@ -18,6 +18,7 @@ import torch
 from ..draft import Draft
 from ..errors import InputError
 from ..models.adapter import FixedRows
+from ..models.attention import OWN
 from ..models.best import find_best
 from ..picking import Sampling
 from ..pool import Numbers, Sequence
@@ -140,6 +141,11 @@ class Program:
         while size < rows:
             size *= 2
         return size
+
+    @property
+    def fits(self) -> bool:
+        """Whether its drafts reach no further than one forward does: in exact mode that is not far."""
+        return not self.engine.exact or self.deepest < OWN
 
     @property
     def idle(self) -> bool:

@@ -1,0 +1,65 @@
+"""Attention's kernels compiled for an H100 and later, without one. Needs Triton; TRITON_INTERPRET must not be set."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="kernels are interpreted"),
+]
+SHAPES = {"8B": (128, 4), "135M": (64, 3)}  # size of a head, query heads of a key head
+LISTS = ("text", "length", "positions", "slots", "tree", "whose", "tiles")
+
+
+def compiled(kernel: Any, constants: dict[str, Any], folder: Path) -> str:
+    """What ptxas says of it. Numbers are divisible by 16 as they are for common models."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from outpace.models import kernels
+
+    kinds = dict.fromkeys(LISTS, "*i64") | dict.fromkeys(("query", "keys", "values", "mixed"), "*bf16")
+    kinds |= {"sums": "*fp32", "peaks": "*fp32", "factor": "fp32"}
+    names, varying = kernel.arg_names, {*kernels.VARYING, *kernels.BOXED}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if name not in constants and name not in varying and signature[name] != "fp32"
+    }
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    code = folder / "kernel.ptx"
+    code.write_text(made.asm["ptx"])
+    command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(code), "-o", str(folder / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
+    shape: str, packed: bool, tmp_path: Path
+) -> None:
+    import triton.language as tl
+
+    from outpace.models import attention, kernels
+
+    size, group = SHAPES[shape]
+    shared = {"SIZE": size, "PADDED": size, "GROUPS": group, "GROUP": group, "UNITS": 1, "WINDOW": 0, "SOFTCAP": 0.0}
+    shared |= {"PRECISION": "tf32", "INDEX": tl.int32, "PACKED": packed, "EARLY": 2, "OWN": attention.OWN}
+    found = {}
+    for joined in (False, True):
+        for tile in (16, 32, 64):
+            fold = attention.SPLIT if joined else 0
+            made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "FOLD": fold}
+            found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path)
+        made = {**shared, "HEADS": 4, "SPLIT": attention.SPLIT, "TOGETHER": attention.TOGETHER, "JOINED": joined}
+        found["merge", joined] = compiled(kernels.merge_exactly, made, tmp_path)
+    assert [kind for kind, said in found.items() if " 0 bytes spill stores" not in said] == []
