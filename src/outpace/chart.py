@@ -23,6 +23,7 @@ from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
+IDLE = " (so it goes without them, as plain does)"
 Points: TypeAlias = "Sequence[tuple[float, float]]"
 # Grey for plain decoding, then Okabe and Ito's colours, as on the report's page.
 _PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#f0e442")
@@ -89,7 +90,8 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
         console.print(table_of(["rows", "ms a step", "one row = 1", f"{context} tokens of context"], rows))
     console.print("layers (one row): " + ", ".join(f"{name} {_ms(cost)}" for name, cost in curve.segments.items()))
     console.print("drafting a step: " + ", ".join(f"{name} {_ms(cost)}" for name, cost in curve.drafting.items()))
-    console.print("speed, plain = 1: " + ", ".join(f"{name} {pace:.2f}" for name, pace in curve.paces.items()))
+    paces = (f"{name} {pace:.2f}{'' if pace >= 1 else IDLE}" for name, pace in curve.paces.items())
+    console.print("speed with guesses, plain = 1: " + ", ".join(paces))
     for name in ("jacobi", "lookahead", "self-speculative"):
         chosen = decoder.prepare(name)
         console.print(f"{name}: " + " ".join(f"{key}={getattr(chosen, key)}" for key in chosen.sizes[0].settings))
