@@ -614,6 +614,29 @@ def test_without_prompts_our_own_are_trained_on(folder: Path, tmp_path: Path, mo
     assert seen == [([prompt for task in PROMPTS.values() for prompt in task], 4)]
 
 
+def test_block_heads_are_trained_judged_and_kept_in_eight_bits(folder: Path, heads: Path, tmp_path: Path) -> None:
+    """And `auto` takes such heads, where they are named."""
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": "abc"[: 1 + n % 3]}) for n in range(6)))
+    (tmp_path / "other.jsonl").write_text(json.dumps({"turns": ["hello", "and then"]}))
+    options = ("--judge", tmp_path / "other.jsonl", "--bits", 8, "--set", "block.count=3", "--more", 1.0)
+    result = train(folder, tmp_path / "out", *options, "--json", kinds=("block",))
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert len(report["accuracies"]["block"]) == len(report["judged"]["block"]) == 3
+    assert len(report["confidence"]["block"]) == 10
+    tokens, speed = report["speed"]["block"]
+    assert 0 < speed < tokens
+    config = json.loads((tmp_path / "out" / "block" / "config.json").read_text())
+    assert (config["format"], config["settings"]["layers"]) == (2, [1, 2])
+    assert config["training"]["curve"]
+    one = load(str(folder), method="autoregressive")
+    plain = one.generate("hello", max_new_tokens=16).token_ids
+    for name in ("block", "auto"):
+        method = one.prepare(name, heads=str(tmp_path / "out" / "block"))
+        assert one.generate("hello", method=method, max_new_tokens=16).token_ids == plain
+    assert_refused(train(folder, tmp_path / "other", "--bits", 4, kinds=("block",)), "bits=4", "8 or 16")
+
+
 @pytest.mark.parametrize("form", ["vllm", "tgi", "reference"])
 def test_exported_heads_have_the_names_that_others_read(folder: Path, heads: Path, tmp_path: Path, form: str) -> None:
     target = tmp_path / form
