@@ -119,7 +119,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 seconds[name].append(entries[name](prompt, options.tokens))
         first = {name: [] for name in ("plain", "llama.cpp")}
-        long = decoder.encode(FILLER * (options.long // 16), raw)[: options.long]
+        long = decoder.encode(FILLER * (options.long // 16 + 1), raw)[: options.long]
         for _ in range(2 if options.long else 0):
             for name, times in first.items():
                 times.append(entries[name](long, 1))
