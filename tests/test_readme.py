@@ -38,7 +38,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_commands(command: str) -> None:
     """Every option there is, and every command."""
-    words = shlex.split(command.split(" > ")[0], comments=True)[1:]
+    words = shlex.split(re.split(" [<>] ", command)[0], comments=True)[1:]
     root = get_command(app)
     context = root.make_context("outpace", list(words))
     name, found, rest = root.resolve_command(context, words)  # type: ignore[attr-defined]
