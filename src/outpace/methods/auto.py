@@ -41,6 +41,8 @@ RUNNERS = 7  # of what the model ranked behind the text's last token
 SIZES = (1, 16)  # rows of a step, besides the most
 # Where the host drafts:
 TRIAL = 16  # steps until it is looked whether a method pays
+SOON = 4  # steps until one is given up that is LOST times as fast as plain decoding, or slower
+LOST = 0.7
 HOPE = 3.0  # the speed that is expected of the boldest method before it was tried; of the next, one less
 AGAIN = 8  # so many texts until the boldest is tried again
 PACE = 0.3  # how quickly a method's known speed follows that of its texts
@@ -241,12 +243,18 @@ class _Drafter(Drafter):
         self.steps += 1
         self.tokens += len(verdict.tokens)
         self.cost += self.costs.price(len(draft))
-        if self.steps % TRIAL == 0 and self.tokens < self.cost and self.place + 1 < len(self.methods):
+        if self.place + 1 < len(self.methods) and not self._pays():
             self._end()
             self._begin(self.place + 1)
 
+    def _pays(self) -> bool:
+        """Whether it goes on with this method; there are moments to ask."""
+        if self.steps % TRIAL == 0:
+            return self.tokens >= self.cost
+        return self.steps < SOON or self.tokens > LOST * self.cost
+
     def _end(self) -> None:
-        if self.steps >= TRIAL:
+        if self.steps >= TRIAL or not self._pays():
             self.known.learn(self.methods[self.place], self.tokens / self.cost)
         if isinstance(self.inner, Looking) and self.inner.recycled and self.carried:
             self.known.leave(self.sequence.salt, self.inner.recycled)

@@ -16,7 +16,7 @@ import torch
 from ..errors import InputError
 from ..methods import Amphista, Hydra, Medusa, Method
 from ..methods.headed import Headed
-from ..training.data import read_answers
+from ..training.data import HELD_OUT, read_answers
 from ..training.trainer import Plan, Trainer
 from .findings import Claim, Findings, Plot, Table, everywhere, falling, number
 from .lab import ByRule, Found, Lab, same_text
@@ -87,7 +87,8 @@ def _judged(lab: Lab, methods: Mapping[str, Any], answers: Path) -> Table:
     """Accuracies on held-out answers."""
     if lab.model is None:
         raise InputError("answers are judged with the transformers model: give it to the lab.")
-    texts = read_answers(answers / "held-out" if (answers / "held-out").is_dir() else answers)
+    folders = [answers / name for name in HELD_OUT if (answers / name).is_dir()] or [answers]
+    texts = [text for folder in folders for text in read_answers(folder)]
     adapted: Any = lab.decoder.model
     # A trainer takes heads in float32. The methods will draft with theirs.
     parts = {name: method.heads.heads.copied(adapted.device, torch.float32) for name, method in methods.items()}

@@ -27,6 +27,7 @@ LONGEST_PROMPT = 1600
 USUAL = 768  # tokens of a text with its answer; where texts are longer, fewer are written at a time
 GREEDY = 0.5  # of the answers; the others have a temperature of WARM
 WARM = (0.3, 1.1)
+HELD_OUT = ("held-out", "held-out-more")  # folders: answers to prompts as given, and to those made of them
 FIELDS = ("prompt", "question", "instruction")
 
 

@@ -21,7 +21,7 @@ from ..heads.storing import Stored, fingerprint, save
 from ..heads.trees import best_tree
 from ..models.adapter import Ends
 from ..models.whole import last_layers, layer_sizes, layers_of
-from .data import LONGEST_PROMPT, USUAL, Text, read_answers, write_answers
+from .data import HELD_OUT, LONGEST_PROMPT, USUAL, Text, read_answers, write_answers
 from .prompts import Exchange, Prompt, derive, distinct
 from .team import Team
 from .trainer import Plan, Trainer, noted_interrupts
@@ -104,8 +104,8 @@ def answers(
     writer = _Writer(decoder, model, folder, how, show, team)
     if judge:
         writer.write("judged", list(judge), 0.0, greedy=True)
-    first = writer.write("held-out", list(held_out), 0.0, greedy=True)
-    writer.write("held-out-more", derive(first, int(how.more * len(held_out)), how.seed), 0.0, greedy=True)
+    first = writer.write(HELD_OUT[0], list(held_out), 0.0, greedy=True)
+    writer.write(HELD_OUT[1], derive(first, int(how.more * len(held_out)), how.seed), 0.0, greedy=True)
     for number in range(1, how.rounds + 1):
         begun = (number - 1) / how.rounds
         share = 1 / (how.rounds * (1 + how.more))
@@ -114,7 +114,7 @@ def answers(
         writer.write(f"more-{number}", made, number / how.rounds, seed=500 + number)
     return Texts(
         writer.read("round-*", "more-*"),
-        writer.read("held-out", "held-out-more"),
+        writer.read(*HELD_OUT),
         writer.read("judged") if judge else [],
     )
 
