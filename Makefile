@@ -10,13 +10,13 @@ demo: $(READY)
 		--set adadecode.control=fixed --set adadecode.exits=24 --page out/methods.html
 
 test: $(READY)
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadgroup
+	$(BIN)/pytest -m "not slow" -n 3 --dist loadgroup
 
 test-all: $(READY)
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 coverage: $(READY)
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadgroup --cov=outpace --cov-report=term:skip-covered
+	$(BIN)/pytest -m "not slow" -n 3 --dist loadgroup --cov=outpace --cov-report=term:skip-covered
 
 wheels: $(READY)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./packages/outpace-smollm2

@@ -458,8 +458,9 @@ class TestCalibrate:
         assert look["total"]["rows"] >= look["total"]["steps"] > 0
         assert look["total"]["times_plain"] > 0
         assert sum(look["texts"].values()) > len(PROMPTS)
-        assert {*look["texts"], *look["speeds"]} <= {"lookahead", "prompt-lookup"}
-        assert (look["chances"], look["steps"]) == ({}, [])  # the host drafts
+        assert {*look["texts"], *look["speeds"]} <= {"prompt-lookup and recycling", "prompt-lookup"}
+        assert set(look["chances"]) == {"lookup", "store", "recycled", "runner-up"}
+        assert look["steps"] == []  # the host drafts
         assert load(str(folder), device="cpu").engine.costs is not None
         shown = outpace("calibrate", "--model", folder, "--device", "cpu")
         assert "one row = 1" in shown.stdout

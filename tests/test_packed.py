@@ -22,7 +22,7 @@ from outpace.models.gguf import File
 from outpace.models.loading import load
 from outpace.models.packed import FLAGS, FORMATS, Matrix, PackedEmbedding, PackedLinear, library
 
-from .conftest import tiny
+from .conftest import mostly_slow, tiny
 from .ggufs import random_rows, write
 
 ARCHITECTURES = sorted(packing.ARCHITECTURES)
@@ -136,8 +136,9 @@ def test_weights_are_those_that_transformers_reads(files: dict[str, Path], name:
         torch.testing.assert_close(mine.get_input_embeddings()(tokens), embedded, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "threads"), [*((name, 2) for name in ARCHITECTURES), pytest.param("llama", 1, marks=pytest.mark.slow)]
+)
 def test_layers_are_computed_in_one_call_and_every_method_writes_the_same(
     files: dict[str, Path], name: str, threads: int
 ) -> None:
@@ -166,8 +167,8 @@ def _check_methods(decoder: Decoder) -> None:
         assert [result.token_ids for result in together] == alone
 
 
-@pytest.mark.parametrize("kind", ["q8", "q4"])
-@pytest.mark.parametrize("name", ["Llama", "Granite"])
+@pytest.mark.parametrize("kind", mostly_slow(["q8", "q4"], quick=["q4"]))
+@pytest.mark.parametrize("name", mostly_slow(["Llama", "Granite"]))
 def test_other_models_are_rounded(kind: str, name: str, tmp_path: Path) -> None:
     model = tiny(name)
     model.save_pretrained(tmp_path)

@@ -151,6 +151,8 @@ def programs(decoder: Decoder) -> list[Program]:
 
 def assert_all_is_given_back(decoder: Decoder) -> None:
     pool = decoder.engine.pool
+    assert pool.held == 0
+    decoder.forget()  # what is kept for the next turn of a chat
     assert (pool.held, pool.used, pool.texts) == (0, 0, 0)
     for each in programs(decoder):
         assert each.idle

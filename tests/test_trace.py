@@ -197,7 +197,7 @@ def test_changed_steps_fail(tmp_path: Path) -> None:
         (lambda stored: stored["sampling"].update(warmth=1), "warmth"),
         (lambda stored: stored["prompt"].append(9999), "token id 9999"),
         (lambda stored: stored.update(prompt=[]), "0 tokens of prompt"),
-        (lambda stored: stored["sampling"].update(rule="rejection", temperature=1.0), "rejection rule"),
+        (lambda stored: stored["sampling"].update(rule="rejection", temperature=1.0), "the rule 'rejection'"),
     ],
 )
 def test_broken_traces_are_refused(tmp_path: Path, change: Any, words: str) -> None:

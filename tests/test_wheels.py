@@ -78,7 +78,7 @@ class Environment:
         (self.packages / "lent.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read
 
     def install(self, *what: str, cwd: Path | None = None) -> None:
-        options = ["--quiet", "--no-deps", "--no-build-isolation"]
+        options = ["--quiet", "--no-deps", "--no-build-isolation", "--ignore-installed"]  # what is lent may have them
         subprocess.run([*PIP, "--python", self.python, "install", *options, *what], check=True, cwd=cwd)
 
     def run(self, *command: str, cwd: Path | None = None) -> str:

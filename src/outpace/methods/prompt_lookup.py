@@ -126,12 +126,13 @@ class Looking(Drafter):
             beliefs=self.beliefs,
             said=self._said,
         )
+        del self._said[len(tree) - 1 :]  # what was cut off
         return tree.draft()
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         self.history.extend(verdict.tokens)
         if self.recycled:
             self.recycled.learn(draft.tokens, scores.logits, verdict.rows[-1])
-        if self.beliefs and len(draft) > 1:
-            right = {row - 1 for row in verdict.rows}
-            self.beliefs.learn(draft.sources[1:], self._said[: len(draft) - 1], right)
+        if self.beliefs and self._said:
+            own = draft.sources[1 : 1 + len(self._said)]  # behind them others may have added theirs
+            self.beliefs.learn(own, self._said, {row - 1 for row in verdict.rows})
