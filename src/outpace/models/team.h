@@ -22,6 +22,7 @@
 
 namespace outpace {
 
+constexpr uint64_t NONE = UINT32_MAX;  // in place of the first part that nobody has taken: there is none
 constexpr int LOOKS = 400;  // before a thread sleeps: some 20 microseconds
 
 inline void rest() {
@@ -72,13 +73,15 @@ class Team {
   template <class Share>
   void each(int64_t count, int64_t grain, Share&& share) {
     if (size_ == 1 || count <= grain) return count > 0 ? share(0, count) : void();
-    call_.store([](void* what, int64_t first, int64_t last) { (*static_cast<Share*>(what))(first, last); },
-                std::memory_order_relaxed);
-    share_.store(const_cast<void*>(static_cast<const void*>(&share)), std::memory_order_relaxed);
-    count_.store(count, std::memory_order_relaxed);
-    grain_.store(grain, std::memory_order_relaxed);
-    done_.store(0, std::memory_order_relaxed);
     const uint64_t work = (next_.load(std::memory_order_relaxed) >> 32) + 1;
+    // First nobody can take a share any more: a helper that is late with the work before must not meet half of this.
+    next_.store(work << 32 | NONE, std::memory_order_relaxed);
+    call_.store([](void* what, int64_t first, int64_t last) { (*static_cast<Share*>(what))(first, last); },
+                std::memory_order_release);
+    share_.store(const_cast<void*>(static_cast<const void*>(&share)), std::memory_order_release);
+    count_.store(count, std::memory_order_release);
+    grain_.store(grain, std::memory_order_release);
+    done_.store(0, std::memory_order_release);
     next_.store(work << 32, std::memory_order_release);
     work_.store(static_cast<uint32_t>(work), std::memory_order_release);
     work_.notify_all();
@@ -110,13 +113,14 @@ class Team {
   }
 
   // Take shares of this work until there are none left, or it is over. What belongs to a work is good as long as its
-  // number stands in `next_`, and that is what a share is taken from.
+  // number stands in `next_`, and that is what a share is taken from: whoever has read what belongs to a later work has
+  // seen `next_` change, so the exchange fails.
   void take(uint32_t work) {
     uint64_t next = next_.load(std::memory_order_acquire);
     while (next >> 32 == work) {
-      const auto call = call_.load(std::memory_order_relaxed);
-      void* const share = share_.load(std::memory_order_relaxed);
-      const int64_t count = count_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
+      const auto call = call_.load(std::memory_order_acquire);
+      void* const share = share_.load(std::memory_order_acquire);
+      const int64_t count = count_.load(std::memory_order_acquire), grain = grain_.load(std::memory_order_acquire);
       const int64_t first = static_cast<uint32_t>(next), last = std::min(count, first + grain);
       if (first >= count) return;
       if (!next_.compare_exchange_weak(next, (next >> 32 << 32) + last, std::memory_order_acq_rel)) continue;
