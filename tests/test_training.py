@@ -22,7 +22,8 @@ from outpace.models.whole import last_layers, layer_sizes, write_batch
 from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
 from outpace.training.muon import Muon, orthogonal
 from outpace.training.prompts import Exchange, derive, distinct
-from outpace.training.trainer import Plan, Trainer
+from outpace.training.run import make_heads
+from outpace.training.trainer import Plan, Trainer, _two
 
 from .conftest import VOCABULARY, tiny
 
@@ -289,3 +290,29 @@ def test_several_processes_train_the_same_heads_together(tmp_path: Path) -> None
     assert len(list((tmp_path / "answers").iterdir())) == 6
     stored = json.loads((tmp_path / "exits" / "config.json").read_text())["training"]
     assert (stored["processes"], stored["updates"]) == (2, 4)
+
+
+def test_the_best_two_words_are_those_of_topk() -> None:
+    logits = torch.randn(7, 100)
+    best, chances = _two(logits)
+    expected = logits.log_softmax(-1).topk(2)
+    assert torch.equal(best, expected.indices[:, 0])
+    torch.testing.assert_close(chances, expected.values)
+
+
+def test_training_does_not_wait_for_plans_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN plans attention anew for every length of a batch, which took most of an update."""
+    model = tiny("Llama")
+    adapted = HFModel(model)
+    heads = {"block": make_heads(model, adapted.ends(), "block", {"count": 2, "depth": 1, "rank": 4})}
+    attend, allowed = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    texts = [Text(torch.randint(0, VOCABULARY, (12 + number,)), 4) for number in range(4)]
+    Trainer(model, adapted.norm, adapted.ends(), heads, Plan(updates=1, tokens=64)).run(texts)
+    assert allowed
+    assert not any(allowed)

@@ -37,12 +37,31 @@ INLINE void store(float* to, const Floats& values) { std::memcpy(to, &values, si
 INLINE Floats splat(float value) { return value - Floats{}; }
 INLINE Ints splat(int32_t value) { return value - Ints{}; }
 
+// Of three vectors, by the processor's own smaller ones.
+template <class Part, class Operation>
+INLINE Floats by_parts(Operation operation, const Floats& a, const Floats& b, const Floats& c) {
+  constexpr int COUNT = sizeof(Floats) / sizeof(Part);
+  Part parts[3][COUNT];
+  std::memcpy(parts[0], &a, sizeof a);
+  std::memcpy(parts[1], &b, sizeof b);
+  std::memcpy(parts[2], &c, sizeof c);
+  for (int part = 0; part < COUNT; part++) parts[2][part] = operation(parts[0][part], parts[1][part], parts[2][part]);
+  Floats found;
+  std::memcpy(&found, parts[2], sizeof found);
+  return found;
+}
+
 INLINE Floats to_floats(const Ints& values) { return __builtin_convertvector(values, Floats); }
 
-// a * b + c with one rounding, wherever the processor has it.
+// a * b + c with one rounding, wherever the processor has it. Written out: a compiler that may join the two does so in
+// one place and not in another, and a row's bits would depend on the rows beside it.
 INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
 #if !defined(PORTABLE) && defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif !defined(PORTABLE) && defined(__FMA__)
+  return by_parts<__m256>([](__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }, a, b, c);
+#elif !defined(PORTABLE) && defined(__ARM_NEON)
+  return by_parts<float32x4_t>([](float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }, a, b, c);
 #else
   return a * b + c;
 #endif

@@ -24,7 +24,7 @@ from . import products
 HERE = Path(__file__).parent
 SOURCES = (HERE / "packed.cpp", HERE / "layers.cpp")
 HEADERS = (HERE / "lanes.h", HERE / "packed.h", HERE / "team.h")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
 LANES = 16  # outputs of a panel
 BLOCK = 32  # inputs that share a scale
 Q8, Q4 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1

@@ -184,7 +184,7 @@ def _hopes(keys: torch.Tensor, same: torch.Tensor, some: torch.Tensor) -> torch.
 def _brings(hopes: torch.Tensor) -> torch.Tensor:
     """[lanes, CUTS] the tokens that trees of the likeliest nodes may bring."""
     total = F.pad(hopes.sort(dim=1, descending=True).values.cumsum(1), (1, 0))
-    return 1.0 + total[:, [min(cut - 1, hopes.shape[1]) for cut in CUTS]]
+    return 1.0 + torch.stack([total[:, min(cut - 1, hopes.shape[1])] for cut in CUTS], 1)
 
 
 def _bare(roots: torch.Tensor, rows: int, learned: bool) -> Rows:
