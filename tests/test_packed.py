@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,11 @@ def test_a_row_has_the_same_bits_beside_any_rows(kind: Kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [("-DPORTABLE",), ("-mno-avx512f",)], ids=["portable", "narrow"])
+@pytest.mark.parametrize(
+    "extra",
+    [("-DPORTABLE",), ("-mno-avx512f" if machine() == "x86_64" else "-march=armv8-a",)],
+    ids=["portable", "old"],
+)
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 def test_other_instruction_sets_compute_the_same(
     kind: Kind, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

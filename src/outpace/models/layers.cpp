@@ -246,13 +246,12 @@ class Walk {
       best = larger(part, best);
     }
     if (cap > 0) std::fill(scores.begin() + count, scores.end(), -INFINITY);
-    float most = best[0];
-    for (int lane = 1; lane < LANES; lane++) most = std::max(most, best[lane]);
+    const float most = highest(best);
     for (size_t at = 0; at < scores.size(); at += LANES)
       store(&scores[at], exponential(load<Floats>(&scores[at]) - most));
     std::fill(scores.begin() + count, scores.end(), 0.0f);
     Floats sums = {};
-    for (size_t at = 0; at < scores.size(); at += LANES) sums += load<Floats>(&scores[at]);
+    for (size_t at = 0; at < scores.size(); at += LANES) sums = sums + load<Floats>(&scores[at]);
     return total(sums);
   }
 

@@ -9,36 +9,56 @@ namespace {
 
 constexpr int64_t GRAIN = 1 << 16;  // weights times rows that are worth a share
 
-// A panel's products with M rows; those from `count` on are the last one again, and not stored.
+// The sum of the products of some groups, and what is there before.
+template <bool WIDE, int FIRST, int... groups>
+INLINE IntPart dots(IntPart sum, const BytePart (&codes)[GROUPS], const Inputs& inputs,
+                    std::integer_sequence<int, groups...>) {
+  ((sum = dot<WIDE, FIRST + groups>(sum, codes[FIRST + groups], inputs)), ...);
+  return sum;
+}
+
+INLINE FloatPart to_floats(const IntPart& values) { return __builtin_convertvector(values, FloatPart); }
+
+// A panel's products with M rows; those from `count` on are the last one again, and not stored. Register by register,
+// each along all cells: so few sums are at work that none leaves its register, and the panel stays in the first cache.
 template <class F, int M>
-void multiply(const uint8_t* cell, int64_t blocks, const Block* x, int64_t count, Floats* to) {
+void multiply(const uint8_t* cells, int64_t blocks, const Block* x, int64_t count, Floats* to) {
   const Block* rows[M];
   for (int m = 0; m < M; m++) rows[m] = x + std::min<int64_t>(m, count - 1) * blocks;
-  Scales<F> scales;
-  Floats sums[M] = {};
-  for (int64_t block = 0; block < blocks; block++) {
-    if (!F::NESTED || block % F::SPAN == 0) cell = scales.head(cell, block);
-    scales.read(cell);
-    Bytes codes[GROUPS];
-    unpack<F>(cell + F::SCALES, codes);
-    cell += F::CELL;
-    for (int m = 0; m < M; m++) {
-      const Block& x = rows[m][block];
-      if constexpr (F::HALVES) {
-        Ints low = splat(x.halves[0]) * F::SHIFT, high = splat(x.halves[1]) * F::SHIFT;
-        for (int group = 0; group < 4; group++) low = dot<F::WIDE>(low, codes[group], x.codes + 4 * group);
-        for (int group = 4; group < 8; group++) high = dot<F::WIDE>(high, codes[group], x.codes + 4 * group);
-        sums[m] = fused(to_floats(low), scales.first * x.scale, sums[m]);
-        sums[m] = fused(to_floats(high), scales.second * x.scale, sums[m]);
-      } else {
-        Ints sum = splat(x.less) * F::SHIFT;
-        for (int group = 0; group < GROUPS; group++) sum = dot<F::WIDE>(sum, codes[group], x.codes + 4 * group);
-        sums[m] = fused(to_floats(sum), scales.first * x.scale, sums[m]);
-        if constexpr (F::MIN) sums[m] = fused(scales.least, splat(x.weighed), sums[m]);
+  for (int lane = 0; lane < LANES; lane += PART) {
+    const uint8_t* cell = cells;
+    Scales<F> scales = {};
+    FloatPart sums[M] = {};
+    for (int64_t block = 0; block < blocks; block++) {
+      if (F::NESTED && block % F::SPAN == 0) {
+        scales.head(cell, lane);
+        cell += F::HEAD;
+      }
+      scales.read(cell, lane);
+      BytePart codes[GROUPS];
+      unpack<F>(cell + F::SCALES + 4 * lane, codes);
+      cell += F::CELL;
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        const Block& x = rows[m][block];
+        const Inputs inputs(x.codes);
+        if constexpr (F::HALVES) {
+          using Half = std::make_integer_sequence<int, GROUPS / 2>;
+          const IntPart low = dots<F::WIDE, 0>(filled<IntPart>(x.halves[0] * F::SHIFT), codes, inputs, Half());
+          const IntPart high =
+              dots<F::WIDE, GROUPS / 2>(filled<IntPart>(x.halves[1] * F::SHIFT), codes, inputs, Half());
+          sums[m] = fused(to_floats(low), scales.first * x.scale, sums[m]);
+          sums[m] = fused(to_floats(high), scales.second * x.scale, sums[m]);
+        } else {
+          using All = std::make_integer_sequence<int, GROUPS>;
+          const IntPart sum = dots<F::WIDE, 0>(filled<IntPart>(x.less * F::SHIFT), codes, inputs, All());
+          sums[m] = fused(to_floats(sum), scales.first * x.scale, sums[m]);
+          if constexpr (F::MIN) sums[m] = fused(scales.least, filled<FloatPart>(x.weighed), sums[m]);
+        }
       }
     }
+    for (int m = 0; m < count; m++) store(reinterpret_cast<float*>(to + m) + lane, sums[m]);
   }
-  for (int m = 0; m < count; m++) to[m] = sums[m];
 }
 
 // One block of a row in GGUF's form.
@@ -108,17 +128,19 @@ void fill_row(uint8_t* panel, int lane, int64_t blocks, const uint8_t* raw) {
 
 template <class F>
 void read_row(const uint8_t* panel, int lane, int64_t blocks, float* to) {
-  Scales<F> scales;
+  const int first = lane / PART * PART, at = lane % PART;  // of the register that the lane is in, and its place there
+  Scales<F> scales = {};
   for (int64_t block = 0; block < blocks; block++, to += BLOCK) {
     const uint8_t* cell = panel + F::at(block);
-    if (F::NESTED) scales.head(panel + block / F::SPAN * F::LONG, 0);
-    scales.read(cell);
-    Bytes codes[GROUPS];
-    unpack<F>(cell + F::SCALES, codes);
+    scales.head(panel + block / F::SPAN * F::LONG, first);
+    scales.read(cell, first);
+    BytePart codes[GROUPS];
+    unpack<F>(cell + F::SCALES + 4 * first, codes);
     for (int place = 0; place < BLOCK; place++) {
-      const int code = int(codes[place / 4][4 * lane + place % 4]) - F::OFFSET;
-      const float scale = F::HALVES && place >= BLOCK / 2 ? scales.second[lane] : scales.first[lane];
-      to[place] = scale * float(code) + (F::MIN ? scales.least[lane] : 0.0f);
+      const uint8_t stored = codes[place / 4][4 * at + place % 4];
+      const int code = F::WIDE && !MIDDLE ? int(int8_t(stored)) : int(stored) - F::OFFSET;
+      const float scale = F::HALVES && place >= BLOCK / 2 ? scales.second[at] : scales.first[at];
+      to[place] = scale * float(code) + (F::MIN ? scales.least[at] : 0.0f);
     }
   }
 }
@@ -137,7 +159,7 @@ void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64
   });
   if (!weights.bias) return;
   const Floats bias = load<Floats>(weights.bias + panel * LANES);  // as long as the panels
-  for (int64_t m = 0; m < count; m++) sums[m] += bias;
+  for (int64_t m = 0; m < count; m++) sums[m] = sums[m] + bias;
 }
 
 }  // namespace outpace

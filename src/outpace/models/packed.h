@@ -77,60 +77,63 @@ INLINE bool by_format(int64_t type, Use use) {
   }
 }
 
-// The codes of a cell, a vector for each group. Group g's low four bits lie in vector g % 4, in its lower or upper
-// half of bytes' bits; a fifth bit in bit g of one more vector, a fifth and sixth in bits of two more.
+// A register's part of the codes of a cell, for each group; `from` is where its first lane's are. Group g's low four
+// bits lie in vector g % 4, in its lower or upper half of bytes' bits; a fifth bit in bit g of one more vector, a fifth
+// and sixth in bits of two more.
 template <class F>
-INLINE void unpack(const uint8_t* from, Bytes (&codes)[GROUPS]) {
+INLINE void unpack(const uint8_t* from, BytePart (&codes)[GROUPS]) {
   if constexpr (F::WIDE) {
-    for (int group = 0; group < GROUPS; group++) codes[group] = load<Bytes>(from + 64 * group);
+    for (int group = 0; group < GROUPS; group++) {
+      codes[group] = load<BytePart>(from + 64 * group);
+      if constexpr (!MIDDLE) codes[group] ^= 0x80;
+    }
     return;
   }
-  typedef uint16_t Shorts __attribute__((vector_size(64)));  // shifted as these, as x86 has no shift of bytes
+  typedef uint16_t Shorts __attribute__((vector_size(NATIVE)));  // shifted as these, as x86 has no shift of bytes
   for (int group = 0; group < 4; group++) {
     const Shorts both = load<Shorts>(from + 64 * group);
-    codes[group] = (Bytes)(both & 0x0f0f);
-    codes[group + 4] = (Bytes)((both >> 4) & 0x0f0f);
+    codes[group] = (BytePart)(both & 0x0f0f);
+    codes[group + 4] = (BytePart)((both >> 4) & 0x0f0f);
   }
   if constexpr (F::BITS == 5) {
     const Shorts bits = load<Shorts>(from + 256);
     for (int group = 0; group < GROUPS; group++) {
       const Shorts moved = group < 4 ? bits << (4 - group) : bits >> (group - 4);
-      codes[group] |= (Bytes)(moved & 0x1010);
+      codes[group] |= (BytePart)(moved & 0x1010);
     }
   } else if constexpr (F::BITS == 6) {
     for (int group = 0; group < GROUPS; group++) {
       const Shorts bits = load<Shorts>(from + 256 + 64 * (group / 4));
       const int place = 2 * (group % 4);
       const Shorts moved = place < 4 ? bits << (4 - place) : bits >> (place - 4);
-      codes[group] |= (Bytes)(moved & 0x3030);
+      codes[group] |= (BytePart)(moved & 0x3030);
     }
   }
 }
 
-// A panel's scales, as they are met on the way along its cells.
+// A panel's scales from some lane on, as they are met on the way along its cells.
 template <class F>
 struct Scales {
-  Floats outer, outer_least;          // of nested ones
-  Floats first, second, least;        // `second`: of the second half's inputs, where halves have their own
+  FloatPart outer, outer_least;       // of nested ones
+  FloatPart first, second, least;     // `second`: of the second half's inputs, where halves have their own
 
-  INLINE const uint8_t* head(const uint8_t* cell, int64_t block) {
+  // What SPAN cells share, if they share anything.
+  INLINE void head(const uint8_t* cell, int lane) {
     if constexpr (F::NESTED) {
-      if (block % F::SPAN) return cell;
-      outer = from_halves(cell);
-      if constexpr (F::MIN) outer_least = from_halves(cell + 2 * LANES);
+      outer = from_halves(cell + 2 * lane);
+      if constexpr (F::MIN) outer_least = from_halves(cell + 2 * (LANES + lane));
     }
-    return cell + F::HEAD;
   }
-  INLINE void read(const uint8_t* cell) {
+  INLINE void read(const uint8_t* cell, int lane) {
     if constexpr (F::HALVES) {
-      first = outer * from_bytes<int8_t>(cell);
-      second = outer * from_bytes<int8_t>(cell + LANES);
+      first = outer * from_bytes<int8_t>(cell + lane);
+      second = outer * from_bytes<int8_t>(cell + LANES + lane);
     } else if constexpr (F::NESTED) {
-      first = outer * from_bytes<uint8_t>(cell);
-      least = outer_least * from_bytes<uint8_t>(cell + LANES);  // the head has it negative
+      first = outer * from_bytes<uint8_t>(cell + lane);
+      least = outer_least * from_bytes<uint8_t>(cell + LANES + lane);  // the head has it negative
     } else {
-      first = from_halves(cell);
-      if constexpr (F::MIN) least = from_halves(cell + 2 * LANES);
+      first = from_halves(cell + 2 * lane);
+      if constexpr (F::MIN) least = from_halves(cell + 2 * (LANES + lane));
     }
   }
 };
@@ -159,18 +162,15 @@ INLINE int64_t tile_of(int64_t blocks) {
 INLINE void round_block(const float* from, Block& to) {
   const Floats parts[2] = {load<Floats>(from), load<Floats>(from + LANES)};
   // Compared as whole numbers, so that NaN counts as highest, and makes the scale NaN.
-  Ints sizes[2] = {(Ints)parts[0] & 0x7fffffff, (Ints)parts[1] & 0x7fffffff};
-  Ints largest = sizes[0] > sizes[1] ? sizes[0] : sizes[1];
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; lane++) largest[lane] = std::max(largest[lane], largest[lane + half]);
-  const int32_t bits = largest[0];
+  const int32_t bits = highest(larger(as<Ints>(parts[0]) & 0x7fffffff, as<Ints>(parts[1]) & 0x7fffffff));
   float most;
   std::memcpy(&most, &bits, sizeof most);
   const float by = most > 0 ? 127.0f / most : 0.0f;
   int32_t sums[2];
   for (int half = 0; half < 2; half++) {
     const Floats magic = splat(12582912.0f);
-    const Ints codes = (Ints)(parts[half] * by + magic) - (Ints)magic;  // to the nearest, ties to even
+    int32_t codes[LANES];
+    store(codes, as<Ints>(parts[half] * by + magic) - as<Ints>(magic));  // to the nearest, ties to even
     sums[half] = 0;
     for (int lane = 0; lane < LANES; lane++) {
       to.codes[LANES * half + lane] = int8_t(codes[lane]);
