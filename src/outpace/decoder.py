@@ -23,6 +23,7 @@ from .models.adapters import adapters_of, base_of, stamp_of
 from .models.defaults import Defaults
 from .models.hf import HFModel
 from .models.loading import load as load_model
+from .models.loading import usual_weights
 from .options import BatchOptions, Options, settled
 from .picking import Sampling
 from .runtime import calibrate
@@ -662,16 +663,16 @@ def load(
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, GGUF file, hub id), or for a loaded model and tokenizer.
 
-    `weights`, on a CPU: "packed" computes with a GGUF file's blocks as they are (the default for such files), "q8" and
-    "q4" round any model's weights, "float32" leaves them. Rounded weights are another model; all methods write its
-    text.
+    `weights`, on a CPU: "packed" computes with a GGUF file's blocks as they are (the default for such files and for
+    embedded models), "q8" and "q4" round any model's weights, "float32" leaves them. Rounded weights are another model;
+    all methods write its text.
 
     Without a method it is `auto`. `runtime` says how forward passes run: "plain", "compiled", "graphs" (CUDA), or
     "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the same, bit for bit, with every method, and on
     a CPU in every batch. `memory` is the share of a GPU's free memory that the KV cache gets.
     """
     if isinstance(model, str | PathLike):
-        loaded = load_model(str(model), dtype, device, weights)
+        loaded = load_model(str(model), dtype, device, weights or usual_weights(str(model), dtype, device, runtime))
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
     elif dtype is not None or device is not None or weights is not None:
         raise InputError(

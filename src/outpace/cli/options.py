@@ -12,7 +12,8 @@ import typer
 
 from ..errors import InputError, UnknownNameError
 from ..limits import check_sampling
-from ..models.bundled import NAMES, is_ready
+from ..models.bundled import NAMES as NAMES
+from ..models.bundled import is_ready
 
 if TYPE_CHECKING:
     from ..grammar import Grammar
@@ -40,7 +41,8 @@ Weights = Annotated[
     str | None,
     typer.Option(
         metavar="packed|q8|q4|float32",
-        help="On a CPU: as a GGUF file packs them, or rounded to 8 or 4 bits. Default: packed for *.gguf.",
+        help="On a CPU: as a GGUF file packs them, or rounded to 8 or 4 bits. Default: packed for *.gguf, and to write "
+        "with an embedded model.",
         show_default=False,
     ),
 ]

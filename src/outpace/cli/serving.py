@@ -122,7 +122,7 @@ def chat(
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     chosen, given = choose_method(method, settings, device)
-    decoder = load_decoder(model, dtype, device, runtime, exact, weights)
+    decoder = load_decoder(model, dtype, device, runtime, exact, weights, usual=True)
     decoder.method = decoder.prepare(chosen, **given)
     begin = [{"role": "system", "content": system}] if system else []
     messages = [*begin]

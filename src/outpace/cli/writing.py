@@ -140,7 +140,7 @@ def generate(
         from ..parallel import join, local_device
 
         device = device or local_device()
-    decoder = load_decoder(model, dtype, device, runtime, exact, weights)
+    decoder = load_decoder(model, dtype, device, runtime, exact, weights, usual=True)
     if parallel:
         joined = join(decoder, timeout)
         decoder, silent = joined, joined.ranks.rank > 0
@@ -199,7 +199,10 @@ def verify(
     runtime = found.about.get("runtime", "")
     exact = runtime.startswith("exact")
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
-    decoder = load_decoder(model or found.model, dtype or found.about.get("dtype"), device, how, exact, weights)
+    name = model or found.model
+    if runtime == "packed" and name in options.NAMES:  # other names say it themselves
+        weights = weights or "packed"
+    decoder = load_decoder(name, dtype or found.about.get("dtype"), device, how, exact, weights)
     receipt = check(decoder, found, tolerance)
     if as_json:
         typer.echo(json.dumps(receipt.to_json()))

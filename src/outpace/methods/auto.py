@@ -148,6 +148,8 @@ def _have_read(method: Method, sequence: Text) -> bool:
 
 def _found(model: Model) -> Ready | None:
     """The heads that come with Outpace for the model: on a GPU block's, which guess further, if there are some."""
+    if getattr(model, "packed", False):  # a step of packed weights takes no longer than its heads would
+        return None
     kinds = ("block", "amphista") if model.device.type == "cuda" else ("amphista", "block")
     try:
         return next((found for kind in kinds if (found := shipped(kind, model))), None)

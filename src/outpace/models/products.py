@@ -134,6 +134,11 @@ def folder() -> Path:
     return user_cache_path("outpace", appauthor=False) / "products"
 
 
+def compiler(names: Sequence[str] = COMPILERS) -> str | None:
+    """The C++ compiler, if there is one."""
+    return next(filter(None, map(shutil.which, names)), None)
+
+
 def build(
     folder: Path,
     compilers: Sequence[str] = COMPILERS,
@@ -147,17 +152,17 @@ def build(
 
     `torch_too`: whether it calls torch.
     """
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
-    if compiler is None:
+    found = compiler(compilers)
+    if found is None:
         raise InputError(
             "on a CPU packed weights, compiled layers and exact mode need a C++ compiler, and there is no "
             f"{' or '.join(compilers)}. {REMEDY}"
         )
     root = Path(torch.__file__).parent
     # The compiler's macros name its version and every instruction set that it found in this processor.
-    macros = _run(compiler, *flags, "-E", "-dM", "-x", "c++", os.devnull)
+    macros = _run(found, *flags, "-E", "-dM", "-x", "c++", os.devnull)
     texts = [source.read_text() for source in (*headers, *sources)]
-    parts = (*texts, macros, *((torch.__version__, str(root)) if torch_too else ()), compiler, *flags)
+    parts = (*texts, macros, *((torch.__version__, str(root)) if torch_too else ()), found, *flags)
     path = folder / f"{sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     if not path.exists():
         libraries = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10") if torch_too else ()
@@ -165,7 +170,7 @@ def build(
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 half = Path(place, path.name)
-                _run(compiler, *flags, f"-I{root / 'include'}", *map(str, sources), "-o", str(half), *libraries)
+                _run(found, *flags, f"-I{root / 'include'}", *map(str, sources), "-o", str(half), *libraries)
                 half.replace(path)
         except OSError as error:
             raise InputError(
