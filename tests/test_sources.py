@@ -522,8 +522,10 @@ def test_a_small_model_writes_ahead(name: str, texts: int, temperature: float) -
 
 
 def test_paths_of_ranks_have_their_beginnings_before_them() -> None:
-    for count, top, most in ((1, 1, 9), (4, 10, 256), (3, 2, 99)):
-        paths = likely_paths(count, top, most)
+    for count, top, most, deeper in ((1, 1, 9, 1), (4, 10, 256, 1), (3, 2, 99, 1), (8, 32, 256, 1.5), (3, 4, 99, 3)):
+        paths = likely_paths(count, top, most, deeper)
+        products = [math.prod(rank + 1 for rank in path) * deeper ** len(path) for path in paths]
+        assert products == sorted(products)
         assert len({*paths}) == len(paths) <= most
         for place, path in enumerate(paths):
             assert len(path) == 1 or path[:-1] in paths[:place]

@@ -102,8 +102,9 @@ class Auto(Method):
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if heads is not None:
-                paths = paths_of(self.heads, 10, left * 5 // 8)
-                found.append(guesses_of(heads, engine, paths, lanes, 10))
+                top = min(HEADED[heads.kind].top, engine.model.vocabulary)
+                paths = paths_of(self.heads, top, left * 5 // 8)
+                found.append(guesses_of(heads, engine, paths, lanes, top))
             recycled = left - 2 * RUNNERS - sum(source.nodes for source in found)
             places = PLACES // 2 if known else PLACES  # the text and the store have half of them each
             found.append(History(LONGEST, REACH, places, NAME, device, FLOOR))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..sources.heads import CANDIDATES
 from .headed import Headed
 
 
@@ -14,3 +15,5 @@ class Block(Headed):
     name = "block"
     about = "trained layers guess several tokens in one pass, and say how sure they are"
     kind = "block"
+
+    top: int = CANDIDATES

@@ -35,8 +35,10 @@ from .ngrams import History, Recycled
 
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
 BEAM = 8  # paths that a program follows from depth to depth, where heads wait for each other
-CONSIDERED = 1.5  # so many paths of the heads' ranks for each row
-RECYCLED = 0.5  # and so many of what is recycled: with lookup's they are 256 for 64 rows, which planting takes quickly
+NODES = 4  # guesses that are considered for each row: the 256 for 64 rows are planted quickly
+CONSIDERED = 1.5  # at least so many of them are paths of the heads' ranks
+RECYCLED = 0.5  # and so many are what is recycled
+DEEPER = 1.5  # how much later longer paths come among those of heads that know the guess before: see `likely_paths`
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
 """Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
@@ -165,9 +167,12 @@ class Headed(Method):
         grown = isinstance(self.tree, str)
         idle = bool(costs and grown and self.heads.shipped and costs.paces.get(self.name, 1.0) < 1.0)
         repeated = int((1.0 if idle else self.lookup) * (self.rows - 1)) if grown else 0
+        recycled = max(1, int(RECYCLED * self.rows)) if self.recycled and grown else 0
         worths: list[float] | None = None
         if self.tree == "confidence":
-            paths = paths_of(self.heads, self.top, int(CONSIDERED * self.rows))
+            others = min(REACH, repeated) * min(PLACES, repeated) + recycled
+            most = max(int(CONSIDERED * self.rows), NODES * self.rows - others)
+            paths = paths_of(self.heads, min(self.top, engine.model.vocabulary), most)
         elif self.tree == "measured":
             paths = [tuple(path) for path in about.tree[: self.rows - 1]]
             worths = [math.log(max(_worth(path, about.accuracies), 1e-9)) for path in paths]
@@ -182,8 +187,8 @@ class Headed(Method):
                 found.append(guesses_of(heads, engine, paths, lanes, *how, worths))
             if repeated:
                 found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))
-            if self.recycled and grown:
-                found.append(Recycle(self.recycled, max(1, int(RECYCLED * self.rows)), lanes, device))
+            if recycled:
+                found.append(Recycle(self.recycled, recycled, lanes, device))
             return found
 
         rows = self.rows if grown else 1 + len(paths)
@@ -359,14 +364,8 @@ def guesses_of(
 
 
 def paths_of(ready: Ready, top: int, most: int) -> list[Ranks]:
-    """Paths of ranks that a program considers: the likeliest by measured accuracies, or those with few and low ranks.
-
-    Those of heads that know the guess before were measured behind right ones.
-    """
-    measured = [tuple(path) for path in ready.about.tree if max(path) < top]
-    if ready.heads.paired and len(measured) >= most:
-        return measured[:most]
-    return likely_paths(ready.heads.count, top, most)
+    """Paths of ranks that a program considers: those with few and low ranks."""
+    return likely_paths(ready.heads.count, top, most, DEEPER if ready.heads.paired else 1)
 
 
 def grow(

@@ -21,7 +21,7 @@ from ..step.texts import Texts, signed
 from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
-CANDIDATES = 16  # guesses of a place that are paired with those of the next
+CANDIDATES = 32  # guesses of a place that are paired with those of the next
 Pick: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Of what the target has left of rows, what some heads read."""
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
@@ -355,20 +355,28 @@ def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) 
         heads.follow(*shared).feed(state, torch.zeros(1, dtype=torch.long, device=device), text)
 
 
-def likely_paths(count: int, top: int, most: int) -> list[Ranks]:
+def likely_paths(count: int, top: int, most: int, deeper: float = 1.0) -> list[Ranks]:
     """Paths of ranks below `top`, up to `count` long: `most` of them, or all. Those with few and low ranks come first.
+
+    A path that is one longer comes as late as one whose rank, counted from 1, is `deeper` times as high.
 
     >>> likely_paths(2, 3, 6)
     [(0,), (0, 0), (0, 1), (1,), (1, 0), (0, 2)]
+    >>> likely_paths(2, 3, 6, deeper=2)
+    [(0,), (0, 0), (1,), (2,), (0, 1), (1, 0)]
     """
     found: list[Ranks] = []
-    waiting: list[tuple[int, Ranks]] = [(1, (0,))]
+    waiting: list[tuple[float, int, Ranks]] = []
+
+    def consider(product: int, path: Ranks) -> None:
+        if len(path) <= count and path[-1] < top:
+            heapq.heappush(waiting, (product * deeper ** len(path), product, path))
+
+    consider(1, (0,))
     while waiting and len(found) < most:
-        product, path = heapq.heappop(waiting)
+        _, product, path = heapq.heappop(waiting)
         found.append(path)
-        if len(path) < count:
-            heapq.heappush(waiting, (product, (*path, 0)))
+        consider(product, (*path, 0))
         rank = path[-1] + 1
-        if rank < top:
-            heapq.heappush(waiting, (product // rank * (rank + 1), (*path[:-1], rank)))
+        consider(product // rank * (rank + 1), (*path[:-1], rank))
     return found
