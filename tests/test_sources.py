@@ -354,17 +354,22 @@ def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: f
 
 
 @settings(max_examples=15)
-@given(draw=st.randoms(use_true_random=False), top=st.integers(1, 4), rows=st.integers(1, 20))
-def test_paths_of_heads_that_know_the_guess_before(draw: random.Random, top: int, rows: int) -> None:
+@given(
+    draw=st.randoms(use_true_random=False),
+    top=st.integers(1, 4),
+    rows=st.integers(1, 20),
+    words=st.sampled_from([CANDIDATES - 1, 97]),
+)
+def test_paths_of_heads_that_know_the_guess_before(draw: random.Random, top: int, rows: int, words: int) -> None:
     """Against the definition, path by path: the candidates' logits behind the guess before, and the confidence."""
-    model = tiny("Llama")
+    model = tiny("Llama", vocab_size=words)
     heads, ends = random_heads("block", model, seed=draw.randrange(99)), HFModel(model).ends()
     assert isinstance(heads, BlockHeads)
     ranks = likely_paths(heads.count, top, rows)
-    logits, states = 3 * torch.randn(heads.count, LANES, 97), torch.randn(heads.count, LANES, 32)
+    logits, states = 3 * torch.randn(heads.count, LANES, words), torch.randn(heads.count, LANES, 32)
     source = PairedGuesses(heads, (ends, None, 0), lambda hidden: hidden, ranks, LANES + 1, CPU)
     texts = texts_of(draw)
-    lanes, choices = lanes_with(texts, [0] * LANES), Choices(LANES, 97, CPU)
+    lanes, choices = lanes_with(texts, [0] * LANES), Choices(LANES, words, CPU)
     with torch.inference_mode():
         source.expect(0, Guesses(logits, states), lanes, choices, choices.needs)
         (nodes,) = source.guess(lanes, torch.full((LANES,), 9))
@@ -375,7 +380,7 @@ def test_paths_of_heads_that_know_the_guess_before(draw: random.Random, top: int
                 chance = 0.0
                 for place, rank in enumerate(path):
                     own = logits[place, lane].log_softmax(-1)
-                    candidates = own.topk(CANDIDATES).indices
+                    candidates = own.topk(min(CANDIDATES, words)).indices
                     told = own[candidates].clone()
                     if place:
                         before = ends.embed(torch.tensor(tokens[-1]))
