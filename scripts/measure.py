@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from outpace import (
     AdaDecode,
     Amphista,
     Autoregressive,
+    Block,
     Decoder,
     DraftModel,
     Hydra,
@@ -106,6 +108,11 @@ STEPS: dict[str, Method] = {
     "amphista with lookup": Amphista(),
     "amphista with lookup, 16 rows": Amphista(rows=16),
     "amphista with lookup, recycled": Amphista(recycled=8),
+    "block": Block(**ALONE),
+    "block, 16 rows": Block(**ALONE, rows=16),
+    "block with lookup": Block(),
+    "block with lookup, 16 rows": Block(rows=16),
+    "block with lookup, recycled": Block(recycled=8),
 }
 HEADS = ("medusa", "hydra", "amphista")
 # On a CPU every row costs, so the clock runs small settings too.
@@ -191,15 +198,16 @@ def equal_unit(unit: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def prepared(name: str) -> Method:
-    """A method of the table, with what it has to load."""
-    return _decoder.prepare(STEPS[name])
+def prepared(name: str, heads: str | None = None) -> Method:
+    """A method of the table, with what it has to load: those of `block` may be heads of a folder."""
+    method = STEPS[name]
+    return _decoder.prepare(replace(method, heads=heads) if isinstance(method, Block) else method)
 
 
 def steps_unit(unit: dict[str, Any]) -> dict[str, Any]:
     """One method on one Spec-Bench prompt: tokens and steps."""
     sampling = Sampling(temperature=unit.get("temperature", 0.0), seed=unit["question"])
-    method = prepared(unit["method"])
+    method = prepared(unit["method"], unit.get("heads"))
     result = _decoder.generate(unit["text"], method=method, max_new_tokens=NEW_TOKENS, sampling=sampling)
     kept = {key: value for key, value in unit.items() if key != "text"}
     return {**kept, "tokens": result.new_tokens, "steps": result.steps, "accepted": result.accepted_per_step}
@@ -212,13 +220,16 @@ def replay_unit(unit: dict[str, Any]) -> dict[str, Any]:
     has written the text: every method writes the same. So each step is drafted, but not computed again.
     """
     sampling = Sampling(temperature=unit.get("temperature", 0.0), seed=unit["question"])
+    methods = {name: prepared(name, unit.get("heads")) for name in unit["methods"]}
+    for method in methods.values():
+        _decoder.model.keep(method.heads.heads.reads)
     prompt = _decoder.encode(unit["text"])
     answer = _decoder.generate(prompt, method=PLAIN, max_new_tokens=NEW_TOKENS, sampling=sampling).token_ids
     text, engine, hidden = [*prompt, *answer], _decoder.engine, list[torch.Tensor]()
     with engine.pool.sequence(text) as sequence:
         last = engine.score(sequence, chain(text[-1], (), ""), hidden.append).hidden
     states = torch.cat([*hidden, last])
-    steps = {name: replay(prepared(name), sampling, len(prompt), text, states) for name in unit["methods"]}
+    steps = {name: replay(method, sampling, len(prompt), text, states) for name, method in methods.items()}
     kept = {key: value for key, value in unit.items() if key not in ("text", "methods")}
     return {**kept, "tokens": len(answer), "steps": steps}
 
@@ -443,6 +454,7 @@ def key(unit: dict[str, Any]) -> str:
         "exact",
         "temperature",
         "new_tokens",
+        "heads",
     )
     return json.dumps([unit.get(name) for name in names])
 
@@ -562,6 +574,7 @@ def main() -> None:
         default="",
         help="for steps and clock a method, or the beginning of some methods' names; for equal: heads, exits",
     )
+    parser.add_argument("--heads", help="for steps and replay: a folder of block's heads")
     parser.add_argument("--temperature", type=float, default=0.0, help="for steps; each question is a seed")
     parser.add_argument("--repeats", type=int, default=1, help="times over all prompts, for clock, batch and price")
     parser.add_argument("--tokens", type=int, default=0, help="new tokens of each text, for batch (48) and equal (128)")
@@ -597,6 +610,7 @@ def main() -> None:
         assemble(arguments.gguf, Path(arguments.model))
     if arguments.what in ("steps", "replay") and (arguments.data is None or not arguments.data.is_file()):
         parser.error(f"{arguments.what} needs --data with Spec-Bench's question file; {arguments.data} is none")
+    given = {name: value for name in ("temperature", "heads") if (value := getattr(arguments, name))}
     if arguments.what == "equal":
         seeds = [None, *SEEDS]
         only = {"only": arguments.only} if arguments.only else {}
@@ -606,15 +620,13 @@ def main() -> None:
     elif arguments.what == "steps":
         questions = spec_bench(arguments.data, arguments.each)
         chosen = named(STEPS, arguments.only)
-        warmth = {"temperature": arguments.temperature} if arguments.temperature else {}
-        units = [{**question, "method": name, **warmth} for name in chosen for question in questions]
+        units = [{**question, "method": name, **given} for name in chosen for question in questions]
         table = steps_table(run(units, steps_unit, arguments))
     elif arguments.what == "replay":
         # What is recycled is what the target says, which is not computed here.
-        heads = [name for name in named(STEPS, arguments.only) if name.startswith(HEADS)]
+        heads = [name for name in named(STEPS, arguments.only) if name.startswith((*HEADS, "block"))]
         chosen = [name for name in heads if not getattr(STEPS[name], "recycled", 0)]
-        warmth = {"temperature": arguments.temperature} if arguments.temperature else {}
-        more = {"only": arguments.only, "methods": chosen, **warmth}
+        more = {"only": arguments.only, "methods": chosen, **given}
         found = run(
             [{**question, **more} for question in spec_bench(arguments.data, arguments.each)], replay_unit, arguments
         )
