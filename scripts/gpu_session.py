@@ -405,7 +405,7 @@ def wide(arguments: argparse.Namespace) -> None:
         speed = {name: sum(tokens[name]) / sum(seconds[name]) for name in runners}
         print(number, {name: round(value, 1) for name, value in speed.items()}, flush=True)
     table = Table(
-        *("method", "tokens/s", "plain = 1", "generate = 1", "tokens a step", "ms a step"),
+        *("method", "tokens/s", "plain = 1", "generate = 1", "tokens/step", "ms/step"),
         *("drafting", "verifying", "same text as plain"),
     )
     step = arguments.every

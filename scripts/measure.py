@@ -1,7 +1,7 @@
 """Measurements of the core on a real model. Each command appends to a file and goes on where it was stopped.
 
     python scripts/measure.py equal  --out out/equal.jsonl                 every method writes plain decoding's text
-    python scripts/measure.py steps  --out out/steps.jsonl --data FILE     tokens a step by task (Spec-Bench's file)
+    python scripts/measure.py steps  --out out/steps.jsonl --data FILE     tokens per step by task (Spec-Bench's file)
     python scripts/measure.py replay --out out/replay.jsonl --data FILE    the same for heads, on plain decoding's texts
     python scripts/measure.py clock  --out out/clock.jsonl                 time ratios, interleaved, in one process
     python scripts/measure.py batch  --out out/batch.jsonl                 tokens/s of batches, in one process

@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 scripts/parallel.py ranks --out out/ranks.jsonl
     the same window on several ranks: steps, rows, integers exchanged, seconds of the forward. Run it with 1, 2
     and 4 ranks on the same file; the text of one rank is what others are compared with.
 python scripts/parallel.py windows --out out/windows.jsonl --plot docs/images/windows.svg
-    tokens a step by window, with as many ranks as keep the rows of each the same, and Eq. 7 of the paper fitted, by
+    tokens per step by window, with as many ranks as keep the rows of each the same, and Eq. 7 of the paper fitted, by
         the paper's own method.
     How many processes compute a step does not change what comes out, so one process measures it. Finished work
     is not done again.
@@ -74,7 +74,7 @@ def windows(arguments: argparse.Namespace) -> None:
         points.append((WINDOW * ranks, sum(row["tokens"] for row in chosen) / sum(row["steps"] for row in chosen)))
     law = fit([Point(NGRAM, width, 0.0, tokens) for width, tokens in points])
     name = f"Eq. 7, α = {law.alpha:.3f}, f = {law.scarcity:.2f}"
-    table = Table("ranks", "W = G", "tokens a step", name)
+    table = Table("ranks", "W = G", "tokens/step", name)
     for ranks, (width, tokens) in zip(RANKS, points, strict=True):
         table.add_row(str(ranks), str(width), f"{tokens:.3f}", f"{law.tokens(NGRAM, width):.3f}")
     Console().print(table)
@@ -141,7 +141,7 @@ def print_ranks(done: list[dict[str, Any]]) -> None:
         "prompts",
         "same text",
         "steps",
-        "rows a step",
+        "rows/step",
         "forward, ms",
         "of it computing",
         "step, ms",

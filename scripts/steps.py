@@ -4,7 +4,7 @@
     python scripts/steps.py together --model DIR --data FILE --times 8   4, 16 and 64 texts at the same time
     python scripts/steps.py auto     --model DIR --data FILE --times 8   `auto` beside plain decoding, by task
     python scripts/steps.py sampling --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
-    python scripts/steps.py ablate   --model DIR --data FILE --times 1   tokens a step, without one source or another
+    python scripts/steps.py ablate   --model DIR --data FILE --times 1   tokens per step, without one source or another
 
 DIR and FILE are as in gpu_session.py. `--times 8` widens the embedded model to 7.25 billion weights; 1 leaves it as it
 is, and then it may be any model. `--host` also runs every method the other way, with the host between draft, score and
@@ -189,8 +189,8 @@ def one(arguments: argparse.Namespace) -> None:
         "host",
         "tokens/s",
         "plain = 1",
-        "tokens a step",
-        "ms a step",
+        "tokens/step",
+        "ms/step",
         "graph",
         "target",
         "heads",
@@ -291,7 +291,7 @@ def auto(arguments: argparse.Namespace) -> None:
     }
     table.add_row("all", *(f"{total[name] / total['plain']:.2f}" for name in names))
     table.add_row("tokens/s", *(f"{total[name]:.0f}" for name in names))
-    table.add_row("tokens a step", *(f"{counted[name][0] / max(counted[name][1], 1):.2f}" for name in names))
+    table.add_row("tokens/step", *(f"{counted[name][0] / max(counted[name][1], 1):.2f}" for name in names))
     if all(worst.values()):
         table.add_row("worst prompt", *(f"{min(worst[name])[0]:.2f} {min(worst[name])[1]}" for name in names))
     CONSOLE.print(f"times {arguments.times}, T = {arguments.temperature}, plain = 1", table)
@@ -368,7 +368,7 @@ def ablate(arguments: argparse.Namespace) -> None:
                 known = spent.setdefault((name, task), [0.0] * 3)
                 spent[name, task] = [old + new for old, new in zip(known, numbers, strict=True)]
     tasks = [*dict.fromkeys(task for _, task in spent)]
-    table = Table("tokens a step", *tasks, "tokens/s")
+    table = Table("tokens/step", *tasks, "tokens/s")
     for name in variants:
         each = [spent[name, task][0] / spent[name, task][1] for task in tasks]
         table.add_row(name, *(f"{one:.2f}" for one in each), f"{spent[name, 'all'][0] / spent[name, 'all'][2]:.0f}")

@@ -477,7 +477,7 @@ def test_a_look_at_what_it_believes_and_chose(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     chart.print_look(console, found)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(words in shown for words in ("lookup: believed (counted)", "steps that auto chose", "tokens a step"))
+    assert all(words in shown for words in ("lookup: acceptance (drafted)", "steps that auto chose", "tokens per step"))
     if chart.can_plot():
         chart.save_calibration(curve, found, tmp_path / "look.svg")
         assert (tmp_path / "look.svg").stat().st_size > 1000

@@ -314,7 +314,7 @@ def test_a_texts_error_is_its_own(place: int) -> None:
     bad = [2] * 5
     bad[place] = 96
     decoder.model.chunk = 3  # type: ignore[misc]
-    with pytest.raises(BatchError, match=r"text 1 of the batch failed: at new token 1: .* contain NaN") as caught:
+    with pytest.raises(BatchError, match=r"sequence 1 of the batch failed: at new token 1: .* contain NaN") as caught:
         decoder.generate([prompts[0], bad, *prompts[1:]], max_new_tokens=6)
     found = caught.value.results
     assert isinstance(found.pop(1).error, InvalidLogits)
@@ -384,7 +384,7 @@ def test_leaving_the_loop_leaves_the_pool_clean(monkeypatch: pytest.MonkeyPatch)
         ([[1], [2]], {"method": ["jacobi"]}, "method has 1 values for 2 prompts"),
         ([[1], [2]], {"max_new_tokens": [3, 0]}, "prompt 1: max_new_tokens=0"),
         ([[1], [2]], {"n": 0, "sampling": Sampling(temperature=1.0)}, "n=0 must be 1 or more"),
-        ([1, 2], {"n": 2}, "without sampling all texts are the same"),
+        ([1, 2], {"n": 2}, "without sampling all outputs are the same"),
         (["a", "b"], {}, "prompt 0: a text prompt needs a tokenizer"),
     ],
 )
@@ -410,7 +410,7 @@ def test_a_method_by_name_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_unknown_text_cannot_be_cancelled() -> None:
-    with pytest.raises(InputError, match="there is no text 2 to cancel; this batch has 1"):
+    with pytest.raises(InputError, match="there is no request 2 to cancel; this batch has 1"):
         _decoder().stream([[1, 2]]).cancel(2)
 
 

@@ -169,10 +169,10 @@ def test_more_work_is_added_to_finished_work(pair: tuple[Decoder, Any], tmp_path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_new_tokens": 9}, "max_new_tokens was 8, and is 9 now"),
+        ({"max_new_tokens": 9}, "max_new_tokens was 8, and is now 9"),
         ({"sampling": Sampling(seed=1)}, "sampling was"),
         ({"raw": True}, "raw was False"),
-        ({"digest": "y"}, "digest was 'x', and is 'y' now"),
+        ({"digest": "y"}, "digest was 'x', and is now 'y'"),
     ],
 )
 def test_runs_of_another_bench_are_not_mixed_in(
@@ -186,9 +186,9 @@ def test_runs_of_another_bench_are_not_mixed_in(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("no journal", "is no file of finished runs"),
-        ("[1]", "is no file of finished runs"),
-        ('{"kind": "outpace bench runs", "version": 0}', "is of version 0; this Outpace .* reads version 2"),
+        ("no journal", "is not a file of finished runs"),
+        ("[1]", "is not a file of finished runs"),
+        ('{"kind": "outpace bench runs", "version": 0}', "has version 0; this Outpace .* reads version 2"),
         ('{"kind": "other"}', "is not an outpace bench runs file"),
     ],
 )
@@ -256,7 +256,7 @@ def test_results(pair: tuple[Decoder, Any], tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"this Outpace .* reads version 2"):
             read_results(path)
     path.write_text(json.dumps(stored)[:-5])
-    with pytest.raises(InputError, match="no whole JSON"):
+    with pytest.raises(InputError, match="not complete JSON"):
         read_results(path)
 
 

@@ -133,7 +133,7 @@ class TestGenerate:
         result = generate(folder, "--max-new-tokens", 12)
         assert result.stdout == text + "\n"
         assert result.stderr.startswith("lookahead: 12 tokens, ")
-        for word in ("steps", "tokens a step", "tokens/s"):
+        for word in ("steps", "tokens per step", "tokens/s"):
             assert word in result.stderr
         assert result.stderr.count("\n") == 1
 
@@ -186,7 +186,7 @@ class TestGenerate:
         options = ("--model", folder, "--device", "cpu", "--max-new-tokens", 8)
         result = outpace("generate", "--prompts", tmp_path / "prompts.txt", *options)
         assert result.exit_code == 2
-        assert result.stderr == "outpace: 1 of 2 texts failed; their lines have an error.\n"
+        assert result.stderr == "outpace: 1 of 2 answers failed; their lines have an error.\n"
         failed, written = map(json.loads, result.stdout.splitlines())
         assert (failed["number"], failed["finish_reason"], failed["error"]) == (1, "error", "no token is left")
         assert (written["number"], "error" in written) == (0, False)
@@ -304,12 +304,12 @@ class TestRace:
     def test_identical(self, folder: Path) -> None:
         result = self.run(folder)
         assert result.exit_code == 0
-        assert result.stdout.endswith("identical: 5 methods wrote the same 24 tokens\n")
+        assert result.stdout.endswith("identical: 5 methods generated the same 24 tokens\n")
         for method in ("autoregressive", "jacobi", "prompt-lookup", "lookahead", "auto"):
             assert f"{method}: " in result.stdout  # its settings
-        assert all(column in result.stdout for column in ("rows a step", "tokens a step", "estimate"))
-        assert "autoregressive: no settings; no guesses\n" in result.stdout
-        assert "; right guesses: " in result.stdout
+        assert all(column in result.stdout for column in ("rows/step", "tokens/step", "estimate"))
+        assert "autoregressive: no settings; nothing drafted\n" in result.stdout
+        assert "; accepted: " in result.stdout
         line = next(line for line in result.stdout.splitlines() if line.startswith(" auto "))
         assert line.split()[-2].endswith("×")  # it knows what its steps cost
         assert result.stdout.count(" identical") == 5
@@ -334,7 +334,7 @@ class TestRace:
         result = self.run(folder)
         assert result.exit_code == 1
         assert "differs at token 3" in result.stdout
-        assert result.stdout.endswith("different: not the text of autoregressive: jacobi at token 3\n")
+        assert result.stdout.endswith("different from autoregressive: jacobi at token 3\n")
         answer = self.run(folder, "--json")
         assert answer.exit_code == 1
         assert json.loads(answer.stdout)["identical"] is False
@@ -355,7 +355,7 @@ class TestRace:
     def test_transformers_runs_too(self, folder: Path, tmp_path: Path) -> None:
         methods = ("--methods", "autoregressive,auto", "--transformers")
         result = self.run(folder, *methods, "--page", tmp_path / "race.html")
-        assert result.stdout.endswith("identical: 3 methods wrote the same 24 tokens\n")
+        assert result.stdout.endswith("identical: 3 methods generated the same 24 tokens\n")
         assert "transformers generate" in (tmp_path / "race.html").read_text()
         first, _, last = json.loads(self.run(folder, *methods, "--json").stdout)["runs"]
         assert (last["method"], last["steps"], last["text"]) == ("transformers generate", 24, first["text"])
@@ -402,7 +402,7 @@ class TestRace:
             with console.capture() as capture:
                 board.print_race(console, drawn, methods, outcome)
         assert fits
-        shown = ("autoregressive", "lookahead", "■ model", "identical", "1.0 rows a step")
+        shown = ("autoregressive", "lookahead", "■ model", "identical", "1.0 rows per step")
         assert all(name in capture.get() for name in shown)
 
 
@@ -421,7 +421,7 @@ class TestModels:
             assert list(entry) == ["name", "state", "folder", "licence", "description"]
             return str(entry["state"])
 
-        assert state() == "fetched at first use"
+        assert state() == "downloaded at first use"
         (tmp_path / "smollm2-135m").mkdir()
         assert state() == "broken: delete the folder"
         monkeypatch.setattr(bundled, "is_ready", lambda name: True)
@@ -466,8 +466,8 @@ class TestCalibrate:
         shown = outpace("calibrate", "--model", folder, "--device", "cpu")
         assert "one row = 1" in shown.stdout
         assert "prompt-lookup: as many rows as pay" in shown.stdout
-        assert "texts that auto began so" in shown.stdout
-        assert shown.stdout.endswith(" plain decoding's speed\n")
+        assert "sequences started so" in shown.stdout
+        assert shown.stdout.endswith(" the speed of plain decoding\n")
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -537,9 +537,9 @@ def test_a_picture_of_the_stairs(folder: Path, tmp_path: Path) -> None:
     assert generate(folder, *options, "--picture", tmp_path / "stairs.svg").exit_code == 0
     assert (tmp_path / "stairs.svg").read_text().startswith("<svg")
     assert_refused(generate(folder, *options, "--picture", tmp_path / "stairs.png"), "must end in .svg")
-    assert_refused(generate(folder, "--picture", "a.svg"), "lookahead climbs no stairs")
+    assert_refused(generate(folder, "--picture", "a.svg"), "--picture: it does not draw lookahead")
     tree = ("--method", "adadecode", "--set", "control=tree", "--picture", tmp_path / "stairs.svg")
-    assert_refused(generate(folder, *tree), "adadecode climbs no stairs with control='tree'")
+    assert_refused(generate(folder, *tree), "defers no layers with control='tree'")
     assert_refused(generate(folder, *options, "--picture", tmp_path / "no" / "a.svg"), "could not be written")
 
 
@@ -562,7 +562,7 @@ def test_a_second_training_uses_the_answers_again(folder: Path, heads: Path) -> 
         (("--minutes", 1), ("give one of the two",)),
         (("--force", "--held-out", 6), ("too few",)),
         (("--force", "--new-tokens", 13), ("answers of another model", "--answers")),
-        ((), ("holds finished heads", "--force")),
+        ((), ("has finished heads", "--force")),
         (("--resume",), ("there is no", "checkpoint.pt", "Leave out --resume")),
         (("--prompts", "/nowhere.jsonl"), ("/nowhere.jsonl",)),
     ],
@@ -597,7 +597,7 @@ def test_ctrl_c_keeps_what_was_learnt(folder: Path, heads: Path, monkeypatch: py
     monkeypatch.setattr(Trainer, "_update", interrupted)
     result = train(folder, heads, "--updates", 3, "--force", kinds=kinds)
     assert (result.exit_code, (heads / "checkpoint.pt").exists()) == (130, True)
-    assert "go on with --resume" in result.stderr
+    assert "continue with --resume" in result.stderr
     assert train(folder, heads, "--updates", 3, "--resume", kinds=kinds).exit_code == 0
     found = load_file(heads / "hydra" / "heads-1-of-1.safetensors")
     assert all(found[name].equal(weight) for name, weight in expected.items())
@@ -685,6 +685,6 @@ def test_exported_heads_come_back_the_same(folder: Path, heads: Path, tmp_path: 
 
 def test_bad_exports_are_refused(folder: Path, heads: Path, tmp_path: Path) -> None:
     options = ("--model", folder, "--heads", heads / "amphista")
-    assert_refused(outpace("export", "amphista", tmp_path / "a", *options, "--to", "vllm"), "for medusa heads alone")
+    assert_refused(outpace("export", "amphista", tmp_path / "a", *options, "--to", "vllm"), "for medusa heads only")
     assert_refused(outpace("export", "medusa", tmp_path / "a", *options, "--to", "vlm"), "Did you mean 'vllm'")
     assert_refused(outpace("export", "meduza", tmp_path / "a", *options, "--to", "vllm"), "Did you mean 'medusa'")

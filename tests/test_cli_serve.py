@@ -140,7 +140,7 @@ def test_generate_has_grammars_logprobs_and_predictions(folder: Path, tmp_path: 
     again = generate(folder, "--max-new-tokens", 20, "--prediction", expected)
     assert again.stdout == generate(folder, "--max-new-tokens", 20).stdout
     assert_refused(generate(folder, "--regex", "("), "regex cannot be used")
-    assert_refused(generate(folder, "--regex", "a", "--json-schema", schema), "do not go together")
+    assert_refused(generate(folder, "--regex", "a", "--json-schema", schema), "cannot be combined")
     assert_refused(generate(folder, "--json-schema", tmp_path / "none"), "--json-schema")
-    assert_refused(generate(folder, "--logprobs", 1), "--logprobs are shown by --json")
+    assert_refused(generate(folder, "--logprobs", 1), "--logprobs needs --json")
     assert_refused(generate(folder, "--regex", "a", "--trace", tmp_path / "t"), "--trace")

@@ -211,10 +211,10 @@ def test_memory_is_flat_over_a_long_text() -> None:
         ([], {}, "prompt is empty"),
         ("", {"raw": True}, "prompt is empty"),
         ("  \n", {}, "prompt is empty"),
-        (None, {}, "must be a text"),
-        (["abc", 3], {}, "must be a text"),
-        ([True], {}, "must be a text"),
-        (b"abc", {}, "must be a text"),
+        (None, {}, "must be a string"),
+        (["abc", 3], {}, "must be a string"),
+        ([True], {}, "must be a string"),
+        (b"abc", {}, "must be a string"),
         ([0, 7], {}, "token id 7"),
         ([0, -1], {}, "token id -1"),
         ([0] * 40, {}, "40 tokens"),
@@ -222,7 +222,7 @@ def test_memory_is_flat_over_a_long_text() -> None:
         ([0], {"max_new_tokens": -3}, "max_new_tokens=-3"),
         ([0], {"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
         ([0], {"max_new_tokens": True}, "max_new_tokens=True"),
-        ([0], {"stop": [5]}, "must be texts"),
+        ([0], {"stop": [5]}, "must be strings"),
         ([0], {"sampling": {"seed": 1}}, "must be an outpace.Sampling"),
         ([0], {"method": Lookahead}, "must be a name or a method"),
         ([0], {"stop": [""]}, "not empty"),
@@ -286,9 +286,9 @@ def test_a_method_may_be_named_for_one_text() -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(InputError, match="is no model"):
+    with pytest.raises(InputError, match="is not a model"):
         Decoder(object())
-    with pytest.raises(InputError, match="is no model"):
+    with pytest.raises(InputError, match="is not a model"):
         Decoder(tiny("Llama")).prepare(DraftModel(model=5))
 
 

@@ -269,7 +269,7 @@ def test_what_cannot_be_exact_is_named(dtype: torch.dtype, runtime: str, words: 
 
 
 def test_models_that_are_not_transformers_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="bigram has attention that exact mode cannot compute"):
+    with pytest.raises(UnsupportedModel, match="bigram has attention that exact mode does not support"):
         Decoder(Bigram(torch.eye(3)), exact=True)
 
 

@@ -122,7 +122,7 @@ def test_bad_input_is_named(options: dict[str, Any], words: str) -> None:
 
 
 def test_a_schema_must_be_an_object() -> None:
-    with pytest.raises(InputError, match="is no JSON"):
+    with pytest.raises(InputError, match="is not JSON"):
         Grammar.json_schema("{")
     with pytest.raises(InputError, match="must be an object"):
         Grammar.json_schema("[]")

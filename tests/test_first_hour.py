@@ -71,11 +71,11 @@ def test_all_turns_are_answered_and_other_fields_come_along(folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("[1]", "no JSON object"),
+        ("[1]", "not a JSON object"),
         ('{"text": "a"}', "has no prompt"),
         ('{"turns": []}', "has no prompt"),
         ('{"messages": [{"role": "user"}]}', "role and content"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "must be a user's"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "must be 'user'"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(folder: Path, tmp_path: Path, line: str, word: str) -> None:
@@ -134,7 +134,7 @@ def test_warnings_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_slow_dtype_is_warned_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "lacks_bfloat16", lambda: True)
-    with pytest.warns(OutpaceWarning, match="no instructions for bfloat16.*dtype='float32'"):
+    with pytest.warns(OutpaceWarning, match="no bfloat16 instructions.*dtype='float32'"):
         assert loading.load(str(folder), "bfloat16", "cpu").model.dtype == torch.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -47,7 +47,7 @@ def test_a_file_that_is_cut_off_is_refused(path: Path, tmp_path: Path, share: fl
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK" + bytes(100))
-    with pytest.raises(ModelError, match="no GGUF file"):
+    with pytest.raises(ModelError, match="not a GGUF file"):
         File(other)
     with pytest.raises(ModelError, match="No such file"):
         File(tmp_path / "nothing.gguf")

@@ -154,12 +154,12 @@ def test_an_adapter_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: 
     with pytest.raises(ModelError, match="names no base model"):
         outpace.load(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"adapter_config\.json is no JSON"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json is not an adapter's JSON"):
         outpace.load(tmp_path)
 
 
 def test_adapters_before_the_prompt_are_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(UnsupportedModel, match="puts tokens before the prompt"):
+    with pytest.raises(UnsupportedModel, match="prepends virtual tokens"):
         Decoder(peft.get_peft_model(copy.deepcopy(tiny("Llama")), config))

@@ -474,7 +474,7 @@ def test_broken_head_files_are_refused(kept: Path) -> None:
     with pytest.raises(ModelError, match=r"norm\.weight has the shape \[5\]"):
         load(kept, model, KINDS)
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(ModelError, match="cut off"):
+    with pytest.raises(ModelError, match="truncated"):
         load(kept, model, KINDS)
     config = json.loads((kept / "config.json").read_text())
     (kept / "config.json").write_text(json.dumps({**config, "kind": "meduza"}))
@@ -485,7 +485,7 @@ def test_broken_head_files_are_refused(kept: Path) -> None:
     with pytest.raises(ModelError, match="lacks settings"):
         load(kept, model, KINDS)
     (kept / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="no JSON"):
+    with pytest.raises(ModelError, match="not JSON"):
         load(kept, model, KINDS)
 
 
@@ -524,7 +524,7 @@ def test_heads_of_another_width_are_refused() -> None:
 def test_without_heads_the_error_says_how_to_get_some() -> None:
     with pytest.raises(ModelError, match="outpace train hydra"):
         Decoder(tiny("Llama")).prepare("hydra")
-    with pytest.raises(ModelError, match="no folder of heads"):
+    with pytest.raises(ModelError, match="not a folder of heads"):
         Decoder(tiny("Llama")).prepare("hydra", heads="/nowhere")
 
 

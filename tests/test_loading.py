@@ -28,7 +28,7 @@ def test_no_tokenizer(folder: Path) -> None:
 def test_broken_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="whole safetensors weights"):
+    with pytest.raises(ModelError, match="complete safetensors weights"):
         load(folder, device="cpu")
 
 
@@ -44,7 +44,7 @@ def test_no_config(tmp_path: Path) -> None:
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:
-    with pytest.raises(ModelError, match="Name the folder"):
+    with pytest.raises(ModelError, match="Give the folder"):
         load(folder / "config.json", device="cpu")
 
 

@@ -42,7 +42,7 @@ def test_fields_of_sampling_may_be_given_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"do_sample": True}, "Give temperature="),
+        ({"do_sample": True}, "Set temperature="),
         ({"max_tokens": 5}, "Use max_new_tokens"),
         ({"streamer": 5}, "decoder.stream"),
         ({"num_return_sequences": 2}, "Use n"),
@@ -88,7 +88,7 @@ def test_what_is_no_chat_is_named(chatty: Decoder, prompt: Any, words: str) -> N
 def test_a_template_that_refuses_is_named(chatty: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     monkeypatch.setattr(chatty.tokenizer, "chat_template", template)
-    with pytest.raises(InputError, match=r"refuses these messages \(user, user\): roles must alternate"):
+    with pytest.raises(InputError, match=r"rejects these messages \(user, user\): roles must alternate"):
         chatty.generate([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
 
 

@@ -212,7 +212,7 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_matrices_of_other_types_are_rounded_and_said(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", kind=Kind.F16)
-    with pytest.warns(OutpaceWarning, match="F16 are rounded to Q8_0"):
+    with pytest.warns(OutpaceWarning, match="F16 are quantized to Q8_0"):
         model, _ = read(path)
     assert model.model.layers[0].mlp.up_proj.matrix.kind == Kind.Q8_0
 
@@ -220,7 +220,7 @@ def test_matrices_of_other_types_are_rounded_and_said(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_for(tmp_path: Path, files: dict[str, Path]) -> None:
     with pytest.raises(InputError, match="q5"):
         load("smollm2-135m", weights="q5")
-    with pytest.raises(InputError, match="is no GGUF file"):
+    with pytest.raises(InputError, match="is not a GGUF file"):
         load(str(tmp_path), weights="packed")
     with pytest.raises(InputError, match="are for CPUs in float32"):
         load(str(files["llama"]), dtype="bfloat16", weights="packed")

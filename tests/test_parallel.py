@@ -233,7 +233,7 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
     def work(ranks: Ranks) -> None:
         decoder = ParallelDecoder(Decoder(tiny("Llama")), ranks)
         for method in (Jacobi(), PromptLookup(tree=False)):
-            with pytest.raises(InputError, match="cannot be dealt out to ranks"):
+            with pytest.raises(InputError, match="cannot be split over ranks"):
                 decoder.prepare(method)
         with pytest.raises(InputError, match="called for some of the tokens only"):
             decoder.generate([1], sampling=Sampling(processors=[lambda ids, scores: scores]))

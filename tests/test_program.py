@@ -353,7 +353,7 @@ def test_nan_ends_its_own_text_alone(label: str, sampling: int) -> None:
     known = [plain.generate(prompts[at], sampling=samplings[at], max_new_tokens=9).token_ids for at in (0, 2)]
     for _ in range(2):  # nothing is left in the slots that others take next
         with pytest.raises(
-            BatchError, match=r"text 1 of the batch failed \(and 1 more\): at new token 2: .* NaN"
+            BatchError, match=r"sequence 1 of the batch failed \(and 1 more\): at new token 2: .* NaN"
         ) as error:
             decoder.generate(prompts, method=method, sampling=samplings, max_new_tokens=9)
         found = error.value.results
@@ -389,7 +389,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(label: str, monkeypat
     assert_all_is_given_back(decoder)
     prompts = [tuple(prompt_of(1, 8)), tuple(prompt_of(2, 120)), tuple(prompt_of(3, 8))]
     with pytest.raises(
-        BatchError, match=r"text 1 of the batch failed: \d+ KV slots are needed, and \d+ of 130"
+        BatchError, match=r"sequence 1 of the batch failed: \d+ KV slots are needed, and \d+ of 130"
     ) as error:
         decoder.generate([list(prompt) for prompt in prompts], method=method, max_new_tokens=[6, 60, 6])
     found = error.value.results

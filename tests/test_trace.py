@@ -186,13 +186,13 @@ def test_changed_steps_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda stored: stored.update(version=2), "is of version 2; this Outpace .* reads version 1"),
+        (lambda stored: stored.update(version=2), "has version 2; this Outpace .* reads version 1"),
         (lambda stored: stored.update(kind="outpace bench"), "is not an outpace trace file"),
         (lambda stored: stored.pop("prompt"), "has no 'prompt'"),
         (lambda stored: stored["steps"][0].pop("draft"), "has no 'draft'"),
-        (lambda stored: stored["prompt"].append("x"), "'x' stands where a whole number must be"),
-        (lambda stored: stored["steps"][0]["draft"]["parents"].__setitem__(0, 5), "form no tree"),
-        (lambda stored: stored["steps"][0]["draft"]["tokens"].append(5), "not of one length"),
+        (lambda stored: stored["prompt"].append("x"), "'x' must be a whole number"),
+        (lambda stored: stored["steps"][0]["draft"]["parents"].__setitem__(0, 5), "do not form a tree"),
+        (lambda stored: stored["steps"][0]["draft"]["tokens"].append(5), "differ in length"),
         (lambda stored: stored["sampling"].update(temperature=-1), "temperature=-1"),
         (lambda stored: stored["sampling"].update(warmth=1), "warmth"),
         (lambda stored: stored["prompt"].append(9999), "token id 9999"),

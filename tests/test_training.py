@@ -209,7 +209,7 @@ def test_training_goes_on_after_a_stop(texts: list[Text], tmp_path: Path) -> Non
         found = second.heads[name].state_dict()
         assert all(torch.equal(weight, found[key]) for key, weight in part.state_dict().items()), name
     (tmp_path / "checkpoint.pt").write_bytes(b"half")
-    with pytest.raises(InputError, match="Delete it to begin anew"):
+    with pytest.raises(InputError, match="Delete it to start over"):
         second.resume(tmp_path / "checkpoint.pt")
 
 

@@ -1,4 +1,4 @@
-"""Outpace: the same text from a Hugging Face causal language model, in fewer steps."""
+"""Outpace: lossless speculative decoding for Hugging Face causal language models."""
 
 from __future__ import annotations
 

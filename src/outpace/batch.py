@@ -1,6 +1,7 @@
-"""Texts that are written together: the rows that they ask for go in one forward.
+"""Continuous batching: rows of several sequences share forward passes.
 
-Each text is the loop's, with its own method, sampling and end. Texts join and leave between forwards.
+Each sequence runs its own decoding loop, with its own method, sampling and stop conditions. Sequences join and leave
+between forward passes.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from .picking import Sampling
 from .pool import common
 from .runtime.plain import Engine, Turn, Work, together
 
-MOST = 64  # texts that are written at the same time; others wait
-WORTH = 128  # tokens in common that are worth waiting for
+MOST = 64  # sequences decoded at the same time; others wait
+WORTH = 128  # tokens of common prefix that are worth waiting for
 
 Event: TypeAlias = "tuple[int, Step | Exception]"
-"""The number of a text, and its next step, or the error that has ended it."""
+"""The number of a sequence, and its next step or the error that ended it."""
 
 
 class Request(NamedTuple):
-    """A text to be written: the arguments of `loop.write`."""
+    """A request: the arguments of `loop.write`."""
 
     engine: Engine
     method: Method
@@ -38,20 +39,20 @@ class Request(NamedTuple):
 
 
 class _Begun:
-    """A text at work."""
+    """A running sequence."""
 
     def __init__(self, number: int, request: Request) -> None:
         self.number, self.request = number, request
         self.written: list[int] = []
         self.prompt, self.salt = request.prompt, request.extras.salt
-        self.read = False  # whether its first step is done
+        self.read = False  # whether its first step, and so prefill, is done
         self.ended = False
         self.text: Text = request.engine.turns.begin(write(*request, share=True))
         self._turns = request.engine.turns
         self.work: Work | Turn  # what it waits for
 
     def go_on(self, reply: Any) -> list[Step | Exception]:
-        """Its steps until it asks for work again. A reply that is an error ends it, as one of its own does."""
+        """Its steps until it yields work again. A reply that is an error ends it, like an error of its own."""
         found: list[Step | Exception] = []
         try:
             item = self.text.throw(reply) if isinstance(reply, Exception) else self.text.send(reply)
@@ -71,7 +72,7 @@ class _Begun:
         return found
 
     def rest(self) -> Request:
-        """What is left to write: the same text goes on behind what is written. What ends it has seen that."""
+        """The rest of the request, to continue after preemption. The stop conditions have seen the tokens so far."""
         request, count = self.request, len(self.written)
         return request._replace(
             prompt=[*request.prompt, *self.written],
@@ -80,16 +81,16 @@ class _Begun:
         )
 
     def end(self) -> None:
-        """Close the text, at the end of the step that runs now, if one does."""
+        """Close the sequence, after the current step if there is one."""
         self._turns.end(self.text)
 
 
 class Writing:
-    """Requests and the texts that come of them, by numbers from 0. As a context manager it leaves no slot taken.
+    """Requests and their sequences, numbered from 0. As a context manager it frees all slots.
 
-    `step`, `add` and `cancel` are for whoever has the engine's turn. A text's error is an event of its own; the others
-    go on. A forward that fails ends all texts that had rows in it. Where there are no slots for a text, the youngest is
-    set aside, and read again when another has ended.
+    Callers of `step`, `add` and `cancel` must hold the engine's turn. An error in one sequence is an event; the others
+    go on. A failed forward pass ends all sequences with rows in it. When slots run out, the youngest sequence is
+    preempted, and prefilled again when another has ended.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -97,17 +98,17 @@ class Writing:
         self._count = 0
         self._queue: deque[tuple[int, Request]] = deque()
         self._texts: dict[int, _Begun] = {}  # the first has waited longest
-        self._full = False  # until a text ends, no other begins
-        self.set_aside = 0  # how often one was
+        self._full = False  # no sequence starts until one ends
+        self.set_aside = 0  # number of preemptions
 
     def add(self, request: Request) -> int:
-        """Have a text written too, from the next step on or when there is room; its number."""
+        """Add a request, to start with the next step or when there is room. Returns its number."""
         self._queue.append((self._count, request))
         self._count += 1
         return self._count - 1
 
     def cancel(self, number: int) -> None:
-        """End a text now. Its slots come back. Nothing happens to one that has ended."""
+        """End a sequence now and free its slots. No effect on one that has ended."""
         self._queue = deque(item for item in self._queue if item[0] != number)
         if number in self._texts:
             self._texts.pop(number).end()
@@ -115,19 +116,19 @@ class Writing:
 
     @property
     def waiting(self) -> int:
-        """How many texts are not begun."""
+        """The number of requests that wait."""
         return len(self._queue)
 
     def begun(self, number: int) -> bool:
-        """Whether a text is at work."""
+        """Whether a sequence is running."""
         return number in self._texts
 
     def __bool__(self) -> bool:
-        """Whether there is anything left to write."""
+        """Whether there is anything left to do."""
         return bool(self._queue or self._texts)
 
     def step(self) -> list[Event]:
-        """Let texts join, run one forward, and say what came of it."""
+        """Start waiting requests, run one forward pass, and return its events."""
         events = self._admit()
         if not self._texts:
             return events
@@ -138,9 +139,9 @@ class Writing:
             replies = together(works)
         except Exception as error:
             replies = [error] * len(pack)
-        # At once, before the next forward: outputs are good until then.
+        # Before the next forward pass, which overwrites the outputs.
         for begun, reply in zip(pack, replies, strict=True):
-            if self._texts.get(begun.number) is begun:  # otherwise it was set aside just now
+            if self._texts.get(begun.number) is begun:  # otherwise it was just preempted
                 events += self._go_on(begun, reply)
         return events
 
@@ -157,7 +158,7 @@ class Writing:
         return [(begun.number, item) for item in found]
 
     def _make_room(self, begun: _Begun) -> None:
-        """There were no slots for a text to go on. It waits, and if a younger one is at work, that too."""
+        """Preempt a sequence that found no free slots, and the youngest running one, if that is younger."""
         aside = [begun]
         youngest = max(self._texts.values(), key=lambda text: text.number)
         if begun.written and youngest.number > begun.number:
@@ -170,7 +171,7 @@ class Writing:
         self._full = len(aside) == 1
 
     def _admit(self) -> list[Event]:
-        """Start what waits, as far as there is room. What begins as a text that is still being read waits for it."""
+        """Start waiting requests while there is room, except those whose prefix is just being prefilled."""
         events: list[Event] = []
         waiting: list[tuple[int, Request]] = []
         while self._queue and len(self._texts) < self.most and not (self._full and self._texts):
@@ -184,7 +185,7 @@ class Writing:
         return events
 
     def _next_pack(self) -> list[_Begun]:
-        """Those whose work goes in the next forward: the first, and what it goes together with."""
+        """The sequences of the next forward pass: the first, and those whose work can be packed with it."""
         first, *others = self._texts.values()
         if isinstance(first.work, Turn):
             return [first, *(begun for begun in others if begun.work.goes_with(first.work))]
@@ -201,7 +202,7 @@ class Writing:
         return pack
 
     def close(self) -> None:
-        """End all texts."""
+        """End all sequences."""
         self._queue.clear()
         for begun in [*self._texts.values()]:
             begun.end()
@@ -217,7 +218,7 @@ class Writing:
 
 
 def _worth_waiting(request: Request, other: _Begun) -> bool:
-    """Whether a text had better wait until another is read: it is the same, or begins alike for the greater part."""
+    """Whether to wait for the prefill of another sequence: it has the same prompt, or most of it as a prefix."""
     if other.read or other.salt != request.extras.salt:
         return False
     prompt = request.prompt

@@ -26,28 +26,28 @@ from .trace import settings_of
 
 
 def numbers(run: Result, apart: bool = False) -> str:
-    """A run in one line; with `apart`, the time to the first token is not counted in its speed."""
-    counts = f"{run.new_tokens} tokens, {run.steps} steps, {run.tokens_per_step:.2f} tokens a step, "
+    """A run in one line; with `apart`, its speed excludes the time to the first token."""
+    counts = f"{run.new_tokens} tokens, {run.steps} steps, {run.tokens_per_step:.2f} tokens per step, "
     if not apart or run.seconds_to_first_token is None:
         return f"{counts}{run.tokens_per_second:.1f} tokens/s"
     return f"{counts}{run.decoding_tokens_per_second:.1f} tokens/s, the first after {run.seconds_to_first_token:.1f} s"
 
 
 def forecast(run: Result) -> str:
-    """What a run's steps take, in a few words: rows, and the speed that they should have."""
+    """Rows per step and the estimated speedup of a run, in a few words."""
     estimate = "" if run.times_plain is None else f", about {times(run.times_plain)} plain"
-    return f"{run.rows_per_step:.1f} rows a step{estimate}"
+    return f"{run.rows_per_step:.1f} rows per step{estimate}"
 
 
 def guesses(run: Result) -> str:
-    """The guesses of a run that were right, of those that were made, by source."""
+    """Accepted draft tokens of a run, of those drafted, by source."""
     made = [f"{name} {run.accepted.get(name, 0)} of {offered}" for name, offered in run.offered.items()]
     remark = f" ({run.remark})" if run.remark else ""
-    return f"right guesses: {', '.join(made)}{remark}" if made else "no guesses"
+    return f"accepted: {', '.join(made)}{remark}" if made else "nothing drafted"
 
 
 def times(speed: float | None) -> str:
-    """A speed beside another; a dash where it is not known."""
+    """A ratio of speeds; a dash where it is unknown."""
     return "–" if speed is None else f"{speed:.2f}×"
 
 
@@ -62,7 +62,7 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 def console_for_output() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # nobody's screen: a table takes the width it needs and breaks no line
+        console.width = 200  # not a screen: let tables take the width they need
     return console
 
 
@@ -132,7 +132,7 @@ class Board:
         self._colours = Colours()
         self._lanes = [Lane(method, tokenizer) for method in methods]
         self._drawn = 0.0
-        # No refreshing thread: it would take time from the method that is running.
+        # No refresh thread: it would slow down the running method.
         self._live = Live(self, console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Board:
@@ -188,7 +188,7 @@ def print_race(console: Console, board: Board, methods: Sequence[Method], outcom
 def _table(outcome: Race) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for name in ("tokens", "steps", "rows a step", "tokens a step", "tokens/s", "speed", "estimate"):
+    for name in ("tokens", "steps", "rows/step", "tokens/step", "tokens/s", "speed", "estimate"):
         table.add_column(name, justify="right")
     table.add_column("text")
     for run in outcome.runs:

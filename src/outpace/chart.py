@@ -23,7 +23,7 @@ from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
-IDLE = " (so it goes without them, as plain does)"
+IDLE = " (so it decodes without drafts)"
 Points: TypeAlias = "Sequence[tuple[float, float]]"
 # Grey for plain decoding, then Okabe and Ito's colours, as on the report's page.
 _PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#f0e442")
@@ -31,7 +31,7 @@ _PALETTE = ("#888888", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#
 
 @contextmanager
 def progress_bar(what: str, shown: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar on standard error; the function it gives is told which share is finished, and maybe what to write."""
+    """A progress bar on standard error. The function it yields takes the finished share, and maybe a new text."""
     console = Console(stderr=True)
     if shown and not console.is_terminal:
         yield _Lines(what)
@@ -42,7 +42,7 @@ def progress_bar(what: str, shown: bool = True) -> Iterator[Callable[..., None]]
 
 
 class _Lines:
-    """Progress where there is no terminal: a line now and then, so that a log shows that something happens."""
+    """Progress without a terminal: a line now and then, so that a log shows activity."""
 
     EVERY = 30.0  # seconds
 
@@ -58,7 +58,7 @@ class _Lines:
 
 
 def print_accuracies(console: Console, accuracies: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """How often the model's choice is among the first guesses of each head."""
+    """Top-k accuracy of each head."""
     tops = (1, 2, 5, 10)
     rows = [
         [name, str(head), *(f"{sum(ranks[:top]):.3f}" for top in tops)]
@@ -69,16 +69,16 @@ def print_accuracies(console: Console, accuracies: Mapping[str, Sequence[Sequenc
 
 
 def print_confidence(console: Console, name: str, bins: Sequence[Sequence[float]]) -> None:
-    """Of guesses that say how likely they survive, how many do."""
+    """Calibration of the confidence: how many draft tokens survive, by confidence."""
     rows = [
         [name, f"{place / 10:.1f} to {(place + 1) / 10:.1f}", f"{count:.0f}", f"{said:.3f}", f"{survived:.3f}"]
         for place, (count, said, survived) in enumerate(bins)
     ]
-    console.print(table_of(["heads", "confidence", "guesses", "mean", "survive"], rows))
+    console.print(table_of(["heads", "confidence", "drafted", "mean", "survived"], rows))
 
 
 def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
-    """The curve as bars, the parts of a step, and the settings that methods take by it."""
+    """The cost curve as bars, the parts of a step, and the settings that methods get from it."""
     for key, value in curve.about.items():
         console.print(f"{key}: {value}")
     highest = max(max(costs) for costs in curve.seconds)
@@ -87,19 +87,19 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
             [str(count), f"{cost * 1000:.2f}", f"{cost / costs[0]:.2f}", "█" * max(1, round(cost / highest * BAR))]
             for count, cost in zip(curve.rows, costs, strict=True)
         ]
-        console.print(table_of(["rows", "ms a step", "one row = 1", f"{context} tokens of context"], rows))
+        console.print(table_of(["rows", "ms/step", "one row = 1", f"{context} tokens of context"], rows))
     console.print("layers (one row): " + ", ".join(f"{name} {_ms(cost)}" for name, cost in curve.segments.items()))
-    console.print("drafting a step: " + ", ".join(f"{name} {_ms(cost)}" for name, cost in curve.drafting.items()))
+    console.print("drafting, per step: " + ", ".join(f"{name} {_ms(cost)}" for name, cost in curve.drafting.items()))
     paces = (f"{name} {pace:.2f}{'' if pace >= 1 else IDLE}" for name, pace in curve.paces.items())
-    console.print("speed with guesses, plain = 1: " + ", ".join(paces))
+    console.print("speed with drafts, plain = 1: " + ", ".join(paces))
     for name in ("jacobi", "lookahead", "self-speculative"):
         chosen = decoder.prepare(name)
         console.print(f"{name}: " + " ".join(f"{key}={getattr(chosen, key)}" for key in chosen.sizes[0].settings))
-    console.print("prompt-lookup: as many rows as pay, step by step")
+    console.print("prompt-lookup: as many rows as pay, decided in each step")
 
 
 def print_look(console: Console, look: Look) -> None:
-    """What `auto` believes of guesses, and what it chose."""
+    """The acceptance that `auto` expects of each source, and what it chose."""
     if look.beliefs:
         knots = [
             [
@@ -108,23 +108,25 @@ def print_look(console: Console, look: Look) -> None:
             ]
             for knot, said in enumerate(next(iter(look.beliefs.values())).said)
         ]
-        console.print(table_of(["chance as said", *(f"{name}: believed (counted)" for name in look.beliefs)], knots))
+        console.print(
+            table_of(["source's own estimate", *(f"{name}: acceptance (drafted)" for name in look.beliefs)], knots)
+        )
     if look.steps:
         everything = sum(look.steps.values())
         steps = [
             [str(rows), "yes" if heads else "no", str(count), f"{count / everything:.0%}"]
             for (rows, heads), count in look.steps.items()
         ]
-        console.print(table_of(["rows", "heads asked", "steps that auto chose", "share"], steps))
+        console.print(table_of(["rows", "with heads", "steps that auto chose", "share"], steps))
     if look.texts:
         texts = [
             [name, str(look.texts.get(name, 0)), times(look.speeds.get(name))] for name in {**look.texts, **look.speeds}
         ]
-        console.print(table_of(["drafts as", "texts that auto began so", "speed: plain = 1"], texts))
+        console.print(table_of(["drafts as", "sequences started so", "speed: plain = 1"], texts))
     total = look.total
     console.print(
-        f"{total.method}: {total.rows_per_step:.1f} rows and {total.tokens_per_step:.2f} tokens a step, estimated at "
-        f"{times(total.times_plain)} plain decoding's speed"
+        f"{total.method}: {total.rows_per_step:.1f} rows and {total.tokens_per_step:.2f} tokens per step, estimated at "
+        f"{times(total.times_plain)} the speed of plain decoding"
     )
 
 
@@ -140,15 +142,15 @@ def print_bench(console: Console, results: Mapping[str, Any]) -> None:
             f"{found['tokens_per_step'] or 0:.2f}",
         ]
         rows.append([entry["label"], str(found["tokens"]), *steps, *speeds, same])
-    columns = ("tokens", "rows a step", "tokens a step", "tokens/s", "speed: plain = 1", "estimate", "transformers = 1")
-    console.print(table_of(["method", *columns, "same text"], rows))
+    columns = ("tokens", "rows/step", "tokens/step", "tokens/s", "speed: plain = 1", "estimate", "transformers = 1")
+    console.print(table_of(["method", *columns, "identical"], rows))
     tasks = list(results["summary"][0]["tasks"])
     speeds_by_task = [
         [entry["label"], *(_spread(entry["tasks"][task]["speed"], "×") for task in tasks)]
         for entry in results["summary"]
     ]
     console.print(table_of(["speed: plain = 1", *tasks], speeds_by_task))
-    console.print("medians over prompts and repeats; in brackets the quartiles", style="dim", markup=False)
+    console.print("medians over prompts and repeats; quartiles in brackets", style="dim", markup=False)
     for run in results["runs"]:
         if run["equal"] is False:
             gap = "" if run["gap"] is None else f"; the two best scores there are {run['gap']:.4g} apart"
@@ -156,7 +158,7 @@ def print_bench(console: Console, results: Mapping[str, Any]) -> None:
             console.print(f"{run['label']} differs on {where}, at token {run['differs_at']}{gap}", markup=False)
     if results["skipped"]:
         console.print(
-            f"{len(results['skipped'])} prompts left out: with the answer they do not fit the model's context"
+            f"{len(results['skipped'])} prompts were skipped: prompt and answer do not fit the model's context"
         )
 
 
@@ -175,7 +177,7 @@ def print_receipt(console: Console, receipt: Receipt, tokenizer: Any) -> None:
     """Each token with its margin, then the verdict."""
     rows = []
     for place, mark in enumerate(receipt.marks, 1):
-        notes = [] if mark.token == mark.picked else [f"the model picks {mark.picked}"]
+        notes = [] if mark.token == mark.picked else [f"the model chooses {mark.picked}"]
         notes += ["near-tie"] if place in receipt.near_ties else []
         text = repr(tokenizer.decode([mark.token])) if tokenizer is not None else ""
         rows.append([str(place), str(mark.token), text, f"{mark.margin:.4g}", ", ".join(notes)])
@@ -186,22 +188,22 @@ def print_receipt(console: Console, receipt: Receipt, tokenizer: Any) -> None:
 
 
 def can_plot() -> bool:
-    """Whether drawings can be written to files."""
+    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise InputError where a drawing could not be written, before the work that it draws."""
+    """Raise InputError if the plot could not be written, before the work that it shows."""
     if path is None:
         return
     if path.suffix not in (".png", ".svg"):
         raise InputError(f"--plot {path}: the file must end in .png or .svg.")
     if not can_plot():
-        raise InputError("drawing to a file needs matplotlib: pip install 'outpace[bench]'.")
+        raise InputError("--plot needs matplotlib: pip install 'outpace[bench]'.")
 
 
 def save_calibration(curve: CostCurve, look: Look, path: Path) -> None:
-    """Step time by rows; and as far as `auto` went by it, what it believes of guesses, steps by rows, speeds."""
+    """Step time by rows and, where `auto` has them, expected acceptance, steps by rows, and speeds."""
     with _figure(path, 1 + bool(look.beliefs) + bool(look.steps) + bool(look.speeds)) as (figure, panels):
         figure.suptitle(curve.about["model"])
         free = iter(panels)
@@ -223,32 +225,32 @@ def _draw_costs(axes: Any, curve: CostCurve) -> None:
     """Step time by rows, one line for each context."""
     for context, costs in zip(curve.contexts, curve.seconds, strict=True):
         axes.plot(curve.rows, [cost * 1000 for cost in costs], marker="o", label=f"{context} tokens of context")
-    axes.set(xscale="log", xlabel="rows", ylabel="ms a step", ylim=(0, None))
+    axes.set(xscale="log", xlabel="rows", ylabel="ms/step", ylim=(0, None))
     axes.set_xticks(curve.rows, [str(count) for count in curve.rows])
     axes.legend()
 
 
 def _draw_beliefs(axes: Any, look: Look) -> None:
-    """What is believed by what is said, one line for each source; points where guesses were counted."""
+    """Learnt acceptance by a source's own estimate, one line per source; points where there are counts."""
     for number, (name, belief) in enumerate(look.beliefs.items()):
         counted = [knot for knot, guesses in enumerate(belief.guesses) if guesses >= 1]
         how = {"marker": "o", "markevery": counted, "color": _PALETTE[1 + number % 7], "label": name}
         axes.plot(belief.said, belief.believed, **how)
-    axes.plot(belief.said, belief.said, ":", color=_PALETTE[0], label="as said")
-    axes.set(xlabel="chance as the source says", ylabel="chance that is believed")
+    axes.plot(belief.said, belief.said, ":", color=_PALETTE[0], label="as estimated")
+    axes.set(xlabel="acceptance, by the source's own estimate", ylabel="acceptance, learnt")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.legend()
 
 
 def save_accuracies(accuracies: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
-    """How often each head is right with its first guess (whole lines) and its first five (broken), by kind."""
+    """Top-1 (solid) and top-5 (dashed) accuracy of each head, by kind."""
     with _axes(path) as axes:
         for number, (name, heads) in enumerate(accuracies.items()):
             for top, style in ((1, "-"), (5, "--")):
                 shares = [sum(ranks[:top]) for ranks in heads]
                 axes.plot(range(1, len(heads) + 1), shares, f"C{number}o{style}", label=f"{name}, top {top}")
-        axes.set(xlabel="head", ylabel="right on held-out text", ylim=(0, 1))
+        axes.set(xlabel="head", ylabel="accuracy on held-out answers", ylim=(0, 1))
         axes.set_xticks(range(1, 1 + max(map(len, accuracies.values()))))
 
 
@@ -282,20 +284,18 @@ def save_speeds(results: Mapping[str, Any], path: Path) -> None:
 
 
 def save_windows(measured: Points, fitted: Points, name: str, path: Path) -> None:
-    """Tokens a step by window: what was measured as points, what was fitted to them as a line of that name."""
+    """Tokens per step by window: measured as points, the fit as a line with that name."""
     with _axes(path) as axes:
         axes.plot(*zip(*measured, strict=True), "C0o", label="measured")
         axes.plot(*zip(*fitted, strict=True), "C0--", label=name)
-        axes.set(
-            xscale="log", xlabel="window W = guesses G, all ranks together", ylabel="tokens a step", ylim=(1, None)
-        )
+        axes.set(xscale="log", xlabel="window W = n-grams G, all ranks together", ylabel="tokens/step", ylim=(1, None))
         axes.set_xticks([width for width, _ in measured], [f"{width:g}" for width, _ in measured])
         axes.minorticks_off()
 
 
 @contextmanager
 def _axes(path: Path) -> Iterator[Any]:
-    """Something to draw on, which goes to a file with its legend."""
+    """Axes to draw on; saved to a file with a legend."""
     with _figure(path, 1) as (figure, (axes,)):
         yield axes
         figure.legend(loc="outside upper center", ncols=3)
@@ -303,7 +303,7 @@ def _axes(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _figure(path: Path, panels: int) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """A figure with so many panels beside each other, which goes to a file."""
+    """A figure with that many panels side by side; saved to a file."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, panels, figsize=(6 * panels, 4), layout="constrained", squeeze=False)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
-"""A text, token ids, or a chat as a list of messages with `role` and `content`. A list of prompts is a batch."""
+"""A string, token ids, or a chat: a list of messages with `role` and `content`. A list of prompts is a batch."""
 
 T = TypeVar("T")
 
@@ -45,81 +45,81 @@ DEFAULT_MODEL = "smollm2-135m"
 
 @dataclass
 class Result:
-    """A text as it grows, and how it came about."""
+    """The output for one prompt, as it grows, with statistics of its decoding."""
 
     method: str
     lossless: bool
     prompt_tokens: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)  # for each token, the guess that the target agreed with
+    sources: list[str] = field(default_factory=list)  # for each token, the source that drafted it, or "model"
     accepted_per_step: list[int] = field(default_factory=list)
-    seconds: float = 0.0  # in a batch: until its end, the work for others included
-    rows: int = 0  # that the model computed in all steps
-    offered: dict[str, int] = field(default_factory=dict)  # guesses among them, by source
+    seconds: float = 0.0  # in a batch: until the sequence ends, work for others included
+    rows: int = 0  # computed by the model, in all steps
+    offered: dict[str, int] = field(default_factory=dict)  # draft tokens among them, by source
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # draft, score, verify, learn
-    cost: tuple[float, float] = (0.0, 0.0)  # of all steps, and of one row for each token, where they are known
+    cost: tuple[float, float] = (0.0, 0.0)  # of all steps, and of plain decoding, where known
     finish_reason: str | None = None
-    error: Exception | None = None  # what ended a text of a batch; its finish_reason is "error" then
-    logprobs: list[Likely] = field(default_factory=list)  # for each token, where they were asked for
-    reused: int = 0  # tokens of the prompt that had been computed for another text
-    seconds_to_first_token: float | None = None  # the prompt's reading, and what is compiled at a first use
+    error: Exception | None = None  # of a failed sequence of a batch; finish_reason is then "error"
+    logprobs: list[Likely] = field(default_factory=list)  # for each token, if requested
+    reused: int = 0  # prompt tokens found in the KV cache
+    seconds_to_first_token: float | None = None  # prefill, and compilation at first use
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens are written."""
+        """The number of generated tokens."""
         return len(self.token_ids)
 
     @property
     def steps(self) -> int:
-        """How many turns of the loop that took."""
+        """The number of decoding steps."""
         return len(self.accepted_per_step)
 
     @property
     def tokens_per_step(self) -> float:
-        """What a method is for: 1 with plain decoding."""
+        """Generated tokens per step; 1 with plain decoding."""
         return self.new_tokens / self.steps if self.steps else 0.0
 
     @property
     def rows_per_step(self) -> float:
-        """What a step computes: 1 with plain decoding."""
+        """Rows computed per step; 1 with plain decoding."""
         return self.rows / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed, the prompt's time included."""
+        """Speed, prefill included."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def decoding_tokens_per_second(self) -> float:
-        """Speed behind the first step: reading the prompt, and compiling at a first use, are left out."""
+        """Speed after the first step: prefill, and compilation at first use, are excluded."""
         if self.steps < 2 or self.seconds_to_first_token is None:
             return self.tokens_per_second
         return sum(self.accepted_per_step[1:]) / max(self.seconds - self.seconds_to_first_token, 1e-9)
 
     @property
     def accepted(self) -> dict[str, int]:
-        """The guesses that the target agreed with, by source."""
+        """Accepted draft tokens, by source."""
         return {name: self.sources.count(name) for name in dict.fromkeys(self.sources) if name != MODEL}
 
     @property
     def times_plain(self) -> float | None:
-        """The speed beside plain decoding's, as the cost of a step with one row has it; None where it is not known.
+        """The estimated speedup over plain decoding, from the cost of a one-row step; None if that is unknown.
 
-        The prompt's time is left out.
+        Prefill is excluded.
         """
         steps, plain = self.cost
         return plain / steps if steps else None
 
     @property
     def remark(self) -> str | None:
-        """What the method's name does not say; None where it says all."""
+        """A note on what the method did, if its name is misleading; otherwise None."""
         if self.method == "lookahead" and [*self.offered] == ["history"]:
-            return "a window does not pay here, so all guesses came from the text, as prompt-lookup's do"
+            return "a window does not pay here, so all draft tokens came from the text, as in prompt-lookup"
         return None
 
     def follow(self, stream: Iterator[Step]) -> Iterator[Step]:
-        """Pass steps on, counted and timed. The time that the receiver takes for a step is not counted."""
+        """Pass steps on, counted and timed. The consumer's own time is not counted."""
         while True:
             start = perf_counter()
             step = next(stream, None)
@@ -130,7 +130,7 @@ class Result:
             yield step
 
     def take(self, step: Step) -> None:
-        """Grow by a step."""
+        """Add a step."""
         if self.seconds_to_first_token is None:
             self.seconds_to_first_token = self.seconds
         self.text += step.text
@@ -179,16 +179,16 @@ _JSON = (
 
 
 class Decoder:
-    """A model and a tokenizer, ready to write. It takes the model as it is now; a PeftModel with its adapters.
+    """A model and a tokenizer, ready to decode. It takes the model as it is now; a PeftModel with its adapters.
 
-    The last text's KV cache is kept, so that a chat's next turn reads only what is new. `forget` gives it back. Weights
-    that are trained on and adapters that are switched are noticed (but not what is written through `.data`: `forget`).
+    The KV cache of the last sequence is kept, so that a chat's next turn prefills only what is new; `forget` frees it.
+    Changed weights and switched adapters are noticed, except for writes through `.data`: call `forget` after those.
 
-    Threads may share it: they take turns, step by step, so each text is what it is alone. A stream that is left open
-    keeps nobody waiting. Only the code that a step calls (a logits processor) may not ask it for another text.
+    Threads may share a Decoder: they take turns step by step, and outputs do not depend on each other. A stream left
+    open blocks nobody. Only code that runs within a step (a logits processor) must not call the same Decoder.
 
-    On the runtimes "graphs" and "compiled", and in exact mode, the model's q, k, v and its gate and up weights become
-    views of joined ones: the same values, in another place. `decoder.model.unfuse()` parts them again.
+    With the runtimes "graphs" and "compiled", and in exact mode, the model's q/k/v and gate/up weights become views of
+    fused matrices: same values, other storage. `decoder.model.unfuse()` undoes this.
 
     Examples:
         >>> import outpace
@@ -196,7 +196,7 @@ class Decoder:
         >>> decoder.generate("Why is the sky blue?").text  # doctest: +SKIP
     """
 
-    _grows = True  # whether a text may go on from the last one
+    _grows = True  # whether a sequence may reuse the last one's KV cache
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class Decoder:
     ) -> None:
         if not (hasattr(model, "config") or hasattr(model, "vocabulary")):
             raise InputError(
-                f"{type(model).__name__} is no model: give a loaded transformers model, or use outpace.load."
+                f"{type(model).__name__} is not a model: give a loaded transformers model, or use outpace.load."
             )
         self._given = model = base_of(model)
         self._runtime = partial(engine_for, runtime=runtime, exact=exact, memory=memory)
@@ -222,7 +222,7 @@ class Decoder:
         self.method = self.prepare(method or DEFAULT, **settings)
 
     def _take_model(self) -> None:
-        """Make the engine, of the model as it is now."""
+        """Create the engine for the model as it is now."""
         ours = hasattr(self._given, "config")
         self._adapters = adapters_of(self._given) if ours else ()
         self._stamp = 0
@@ -230,13 +230,13 @@ class Decoder:
         self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
 
     def _follow(self) -> None:
-        """Take the model anew if adapters were switched on or off; forget what was computed with other weights."""
+        """Recreate the engine if adapters were switched; drop cached KV if weights have changed."""
         if not hasattr(self._given, "config"):
             return
         if adapters_of(self._given) != self._adapters:
             if not self._grows:
-                raise InputError("the model's adapters were switched. Make a new Decoder of it, on all ranks.")
-            del self.engine  # its memory is needed
+                raise InputError("the model's adapters were switched. Create a new Decoder on all ranks.")
+            del self.engine  # to free its memory
             self._take_model()
         stamp = stamp_of(self._given)
         if stamp != self._stamp:
@@ -245,7 +245,7 @@ class Decoder:
                 self.engine.pool.forget_all()
 
     def forget(self) -> None:
-        """Give back the KV cache of the last text, which is kept for the next turn of a chat."""
+        """Free the KV cache of the last sequence, which is kept for the next turn of a chat."""
         with self.engine.turns:
             self.engine.pool.forget_all()
 
@@ -269,7 +269,7 @@ class Decoder:
             raise InputError(f"method={method!r} must be a name or a method like outpace.Lookahead().")
         elif settings:
             raise InputError(
-                f"settings {sorted(settings)} go into {type(method).__name__}(...), which was given ready."
+                f"the settings {sorted(settings)} belong in the constructor: {type(method).__name__}(...)."
             )
         with self.engine.turns:  # some try the model
             return method.prepare(self.model)
@@ -284,11 +284,11 @@ class Decoder:
     def generate(self, prompt: Sequence[Prompt], **options: Unpack[BatchOptions]) -> list[Result]: ...
 
     def generate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Result | list[Result]:
-        """Write the whole answer. `outpace.Options` has the options, as `stream` does.
+        """Generate the whole answer. For the options see `outpace.Options`, or `stream`.
 
-        A list of prompts is written as a batch, and gives a list of results. `n` texts of each prompt come one after
-        the other, the first with the sampling's seed, the next with the seed one higher, and so on. If texts fail, the
-        others are written, and then a BatchError has all results.
+        A list of prompts is decoded as a batch and returns a list of results. With `n`, each prompt has `n` results in
+        a row, with the seeds seed, seed + 1, and so on. If some sequences fail, the others are finished, and then a
+        BatchError is raised that has all results.
         """
         options = settled(options)
         if n is not None or is_batch(prompt):
@@ -315,7 +315,7 @@ class Decoder:
         if failed:
             first = results[failed[0]].error
             more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-            raise BatchError(f"text {failed[0]} of the batch failed{more}: {first}", results) from first
+            raise BatchError(f"sequence {failed[0]} of the batch failed{more}: {first}", results) from first
         return results
 
     def begin(self, tokens: Sequence[int], method: Method | None = None) -> Result:
@@ -333,30 +333,29 @@ class Decoder:
     def stream(self, prompt: Sequence[Prompt], **options: Unpack[BatchOptions]) -> Batch: ...
 
     def stream(self, prompt: Any, *, n: int | None = None, **options: Any) -> Iterator[Step] | Batch:
-        """Write step by step: each Step has the new tokens, their sources and the new text.
+        """Generate step by step: each Step has the new tokens, their sources and the new text.
 
-        Options, as `outpace.Options` has them:
+        Options (see also `outpace.Options`):
 
         - `max_new_tokens` (128)
         - `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
-          `logit_bias`, `seed`; or all of them, with logits processors, as one `sampling`: an outpace.Sampling. Without
-          any of them the text is greedy
-        - `stop`: strings that end the text and are not part of it
-        - `raw`: give a text to the model as it is, without the chat template
-        - `method`: override the decoder's own for this text; `prepare` one that has a model to load
+          `logit_bias`, `seed`; or all of them, and logits processors, as `sampling=outpace.Sampling(...)`. Else greedy
+        - `stop`: strings that end the output; they are not part of it
+        - `raw`: use a string as it is, without the chat template
+        - `method`: override the decoder's method; `prepare` one that loads a model
         - `logprobs`: the log probability of each token, and of this many alternatives
         - `grammar`: an outpace.Grammar that the answer must match
-        - `prediction`: a text that the answer is expected to resemble; it only changes the speed
-        - `salt`: texts share their KV cache only with those of the same salt
+        - `prediction`: an expected answer to draft from; it affects speed only
+        - `salt`: sequences share KV cache only with others of the same salt
 
-        With `logprobs`, `grammar` or `prediction` the host takes part in each step, which is slower on a GPU.
+        `logprobs`, `grammar` and `prediction` need the host in every step, which is slower on a GPU.
 
-        What the model's `generation_config` asks for when transformers decodes greedily (penalties, suppressed and
-        forced tokens, a least length, ...) holds here too, also beside a Sampling, whose own fields win. Its
-        temperature and cuts do not: without a Sampling the text is greedy.
+        The model's `generation_config` is applied as in transformers' greedy decoding (penalties, suppressed and
+        forced tokens, a minimum length, ...). Fields of a Sampling take precedence. Its temperature, top-k and top-p
+        are not used: without a Sampling, decoding is greedy.
 
-        A list of prompts gives a Batch: iterate over it for (number of the prompt, Step). There `method`, `sampling`
-        and `max_new_tokens` may be lists too, with one for each prompt, and `n` asks for several texts of each.
+        A list of prompts returns a Batch: iterate over it for (index of the prompt, Step). `method`, `sampling` and
+        `max_new_tokens` may then be lists, with a value for each prompt. `n` requests several outputs for each.
         """
         options = settled(options)
         if n is not None or is_batch(prompt):
@@ -365,11 +364,11 @@ class Decoder:
         return self._stream(request, text)
 
     def batch(self, most: int = MOST) -> Batch:
-        """A batch without texts: `add` some. At most `most` are written at the same time, others wait."""
+        """An empty batch: `add` requests. At most `most` are decoded at the same time; others wait."""
         return Batch(self, most)
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Request, TextStream | None]:
-        """What one prompt and its options ask for, and the stream that its text comes out of."""
+        """The request for one prompt with its options, and the stream that detokenizes its output."""
         return self._request(prompt, **settled(options))
 
     def _request(
@@ -391,9 +390,9 @@ class Decoder:
         limit = self._limit(len(tokens), max_new_tokens)
         stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if not all(isinstance(item, str) and item for item in stop):
-            raise InputError(f"stop={stop!r}: stop strings must be texts, and not empty ones.")
+            raise InputError(f"stop={stop!r}: stop strings must be strings, and not empty.")
         if stop and self.tokenizer is None:
-            raise InputError("stop strings need a tokenizer; this decoder has none.")
+            raise InputError("stop strings need a tokenizer. Pass one to Decoder.")
         if not isinstance(sampling, Sampling | None):
             raise InputError(f"sampling={sampling!r} must be an outpace.Sampling.")
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stop)
@@ -412,20 +411,20 @@ class Decoder:
         return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text), limit, extras), text
 
     def constraint(self, grammar: Grammar, prompt_length: int) -> Constraint:
-        """A grammar made ready for one text, which takes a while for a large one: `request` takes that, too."""
+        """A grammar compiled for one sequence, which is slow for large ones; `request` accepts the result."""
         return Constraint(grammar, self.words, self.ends, prompt_length)
 
     @cached_property
     def words(self) -> Any:
-        """The tokenizer's words, as grammars see them."""
+        """The tokenizer's vocabulary, in the form that grammars need."""
         if self.tokenizer is None:
-            raise InputError("a grammar needs a tokenizer; this decoder has none.")
+            raise InputError("a grammar needs a tokenizer. Pass one to Decoder.")
         if not self.ends:
-            raise InputError("a grammar needs a token that ends the text; this model names none.")
+            raise InputError("a grammar needs an end-of-sequence token, and this model has none. Set decoder.ends.")
         return words_of(self.tokenizer, self.model.vocabulary, self.ends)
 
     def sampling_for(self, sampling: Sampling | None, tokens: Sequence[int], max_new_tokens: int) -> Sampling:
-        """How the answer to a prompt is chosen, what the model's `generation_config` asks for included."""
+        """The Sampling for a prompt, merged with the model's `generation_config`."""
         return self._defaults.apply(sampling, tokens, max_new_tokens)
 
     def _stream(self, request: Request, text: TextStream | None) -> Iterator[Step]:
@@ -446,7 +445,7 @@ class Decoder:
             own = {name: values[number] for name, values in given.items() if values[number] is not None}
             sampling = own.get("sampling")
             if n > 1 and not (isinstance(sampling, Sampling) and sampling.temperature):
-                raise InputError(f"n={n}: without sampling all texts are the same. Give a Sampling with a temperature.")
+                raise InputError(f"n={n}: without sampling all outputs are the same. Set a temperature.")
             for sample in range(n):
                 if sample and isinstance(sampling, Sampling):
                     own["sampling"] = replace(sampling, seed=sampling.seed + sample)
@@ -461,10 +460,12 @@ class Decoder:
         """The prompt's token ids, through the chat template unless `raw`."""
         tokens = self._encode(prompt, raw)
         if not tokens:
-            raise InputError("the prompt is empty. Give at least one token of text.")
+            raise InputError("the prompt is empty. Give at least one token.")
         for token in tokens:
             if not 0 <= token < self.model.vocabulary:
-                raise InputError(f"the prompt has token id {token}; the model knows 0 to {self.model.vocabulary - 1}.")
+                raise InputError(
+                    f"the prompt has token id {token}; the model's ids are 0 to {self.model.vocabulary - 1}."
+                )
         return tokens
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
@@ -477,11 +478,11 @@ class Decoder:
                 return ids
             if not all(isinstance(item, Mapping) for item in items):
                 raise InputError(
-                    f"the prompt is {prompt!r:.60}: it must be a text, a list of token ids, a list of chat messages, "
+                    f"the prompt is {prompt!r:.60}: it must be a string, a list of token ids, a list of chat messages, "
                     "or a list of such prompts."
                 )
         if self.tokenizer is None:
-            raise InputError("a text prompt needs a tokenizer; this decoder has none. Give token ids.")
+            raise InputError("a prompt as text needs a tokenizer. Give token ids, or pass a tokenizer to Decoder.")
         if isinstance(prompt, str):
             check_text("the prompt", prompt)
             if raw:
@@ -495,7 +496,7 @@ class Decoder:
         check_messages(messages)
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
-                f"the tokenizer of {self.model.name} has no chat template. Pass raw=True (--raw) to give the prompt as "
+                f"the tokenizer of {self.model.name} has no chat template. Pass raw=True (--raw) to use the prompt as "
                 "it is, or set tokenizer.chat_template."
             )
         try:
@@ -504,8 +505,8 @@ class Decoder:
         except Exception as error:  # templates raise what they like
             roles = ", ".join(str(message["role"]) for message in messages)
             raise InputError(
-                f"the chat template of {self.model.name} refuses these messages ({roles}): {str(error).rstrip('.')}. "
-                "Change their roles or their order, or pass raw=True (--raw) with a text of your own."
+                f"the chat template of {self.model.name} rejects these messages ({roles}): {str(error).rstrip('.')}. "
+                "Change their roles or their order, or pass raw=True (--raw) with your own prompt."
             ) from error
 
     def _limit(self, prompt_length: int, max_new_tokens: int) -> int:
@@ -521,10 +522,10 @@ class Decoder:
 
 
 class Batch:
-    """Texts that are written together, by numbers from 0: iterate over it for (number, Step).
+    """Requests decoded together, numbered from 0: iterate over it for (number, Step).
 
-    What comes in the place of a Step is the error that has ended this text; the others go on. `add` and `cancel` work
-    at any time, also between two steps. Leaving the loop ends all texts.
+    If a sequence fails, its error comes instead of a Step, and the others go on. `add` and `cancel` work at any time,
+    between two steps too. Leaving the loop ends all sequences.
     """
 
     def __init__(self, decoder: Decoder, most: int = MOST) -> None:
@@ -537,7 +538,7 @@ class Batch:
         self._cancelled: set[int] = set()
 
     def add(self, prompt: Prompt, **options: Unpack[Options]) -> int:
-        """Have one more text written, with the options that `Decoder.stream` has for one prompt; its number."""
+        """Add a request, with the options of `Decoder.stream` for one prompt. Returns its number."""
         request, text = self._decoder.request(prompt, **options)
         with self._decoder.engine.turns:
             self.requests.append(request)
@@ -545,15 +546,15 @@ class Batch:
             return self._writing.add(request)
 
     def cancel(self, number: int) -> None:
-        """End a text now. Nothing happens to one that has ended."""
+        """End a sequence now. No effect on one that has ended."""
         if not 0 <= number < len(self.requests):
-            raise InputError(f"there is no text {number} to cancel; this batch has {len(self.requests)}.")
+            raise InputError(f"there is no request {number} to cancel; this batch has {len(self.requests)}.")
         with self._decoder.engine.turns:
             self._cancelled.add(number)
             self._writing.cancel(number)
 
     def __iter__(self) -> Iterator[Event]:
-        """Until nothing is left to write."""
+        """Decode until all sequences have ended."""
         with closing(self):
             while self._writing:
                 with self._decoder.engine.turns:
@@ -563,49 +564,49 @@ class Batch:
                         yield number, with_text(item, self._texts[number]) if isinstance(item, Step) else item
 
     def close(self) -> None:
-        """End all texts."""
+        """End all sequences."""
         self._writing.close()
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise InputError for a text that no tokenizer takes.
+    """Raise InputError for a string that no tokenizer accepts.
 
     >>> check_text("the prompt", "caf\\udce9")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    outpace.errors.InputError: the prompt has a lone surrogate, '\\udce9', at character 3: bytes that are no text ...
+    outpace.errors.InputError: the prompt has a lone surrogate, '\\udce9', at character 3: bytes that are not ...
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{what} has a lone surrogate, {text[error.start]!a}, at character {error.start}: bytes that are no text "
-            "were decoded as such. Decode them with errors='replace'."
+            f"{what} has a lone surrogate, {text[error.start]!a}, at character {error.start}: bytes that are not "
+            "valid text. Decode them with errors='replace'."
         ) from None
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise InputError for what is no chat."""
+    """Raise InputError unless this is a chat."""
     for number, message in enumerate(messages):
         if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
-            raise InputError(f"message {number} is {message!r:.80}: it must be a mapping with a role and a content.")
+            raise InputError(f"message {number} is {message!r:.80}: it must be a dict with a role and a content.")
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise InputError(
-                f"message {number} ({message['role']}) has the content {content!r:.60}, which must be a text."
+                f"message {number} ({message['role']}) has the content {content!r:.60}, which must be a string."
             )
         parts = content if isinstance(content, list) else [{"text": content or ""}]
         for part in parts:
             if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
                 raise InputError(
-                    f"message {number} ({message['role']}) has the part {part!r:.60}: parts of text alone are taken, "
+                    f"message {number} ({message['role']}) has the part {part!r:.60}: only text parts are supported, "
                     'like {"type": "text", "text": "…"}.'
                 )
             check_text(f"message {number}", part["text"])
 
 
 def is_batch(prompt: Any) -> bool:
-    """Whether this is a list of prompts: of texts, of lists of token ids, of chats.
+    """Whether this is a list of prompts: of strings, of lists of token ids, or of chats.
 
     >>> is_batch("a"), is_batch([1, 2]), is_batch([{"role": "user", "content": "a"}])
     (False, False, False)
@@ -663,26 +664,26 @@ def load(
 ) -> Decoder:
     """A Decoder for a model by name (embedded, folder, GGUF file, hub id), or for a loaded model and tokenizer.
 
-    `weights`, on a CPU: "packed" computes with a GGUF file's blocks as they are (the default for such files and for
-    embedded models), "q8" and "q4" round any model's weights, "float32" leaves them. Rounded weights are another model;
-    all methods write its text.
+    `weights`, on a CPU: "packed" computes with the quantized blocks of a GGUF file (the default for such files and for
+    embedded models), "q8" and "q4" quantize any model at load, "float32" does not. A quantized model is a different
+    model; all methods give its output.
 
-    Without a method it is `auto`. `runtime` says how forward passes run: "plain", "compiled", "graphs" (CUDA), or
-    "auto". `exact` (CUDA, or a CPU in float32) makes the text's logits the same, bit for bit, with every method, and on
-    a CPU in every batch. `memory` is the share of a GPU's free memory that the KV cache gets.
+    The default method is `auto`. `runtime` is how forward passes run: "plain", "compiled", "graphs" (CUDA), or "auto".
+    `exact` (CUDA, or a CPU in float32) makes logits identical, bit for bit, with every method and in every batch.
+    `memory` is the share of a GPU's free memory for the KV cache.
     """
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device, weights or usual_weights(str(model), dtype, device, runtime))
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
     elif dtype is not None or device is not None or weights is not None:
         raise InputError(
-            "dtype, device and weights are for models loaded by name; move a loaded model with model.to(...)."
+            "dtype, device and weights are for models loaded by name; use model.to(...) on a loaded model."
         )
     return Decoder(model, tokenizer, method, runtime=runtime, exact=exact, memory=memory, **settings)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Every token id that ends a text: as transformers' `generate` decides, else as the tokenizer says."""
+    """The end-of-sequence ids: those of transformers' `generate`, or else the tokenizer's."""
     for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         ends = getattr(holder, "eos_token_id", None)
         if ends is not None:

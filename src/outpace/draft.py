@@ -1,8 +1,8 @@
-"""The values that one step passes from verb to verb, and the trees they are made of.
+"""The values that one step passes on, and draft trees.
 
     Draft ──score──▶ Scores ──verify──▶ Verdict ──▶ Step
 
-Everything here is pure: functions of their arguments, without a model or a clock.
+Everything here is pure: no model, no clock.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 Mask: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.bool_]]"
 
 MODEL = "model"
-"""The source of a token that the target model picked with no draft to agree with."""
+"""The source of a token that was not drafted: the target's own."""
 
 NOTHING = -1
-"""In place of a token: there was none to choose."""
+"""Instead of a token: there was none to choose."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree of guesses, one row a node. Row 0 is the last committed token.
+    """A draft tree, one row per node. Row 0, the root, is the last committed token.
 
-    A row's position is its depth below row 0, and what it sees is its ancestors (and the committed text).
-    Rows from `candidates` on are probes: they are computed, but never accepted.
+    A row's position is its depth below row 0; it attends to its ancestors and the committed sequence. Rows from
+    `candidates` on are probes: computed, but never accepted.
     """
 
     tokens: tuple[int, ...]  # [rows]
     parents: tuple[int, ...]  # [rows] row of the parent; -1 for row 0, otherwise smaller than the row
     candidates: int  # rows 0 .. candidates-1 may be accepted
-    sources: tuple[str, ...]  # [rows] where the guess came from
-    proposals: tuple[torch.Tensor | None, ...] = ()  # [rows] the distribution a guess was drawn from, if any
+    sources: tuple[str, ...]  # [rows] which source drafted it
+    proposals: tuple[torch.Tensor | None, ...] = ()  # [rows] the distribution it was sampled from, if any
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,18 +60,18 @@ class Draft:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every row follows from the row before it."""
+        """Whether every row is the child of the row before it."""
         return all(parent == row - 1 for row, parent in enumerate(self.parents))
 
     def child(self, row: int, token: int) -> int | None:
-        """The acceptable child of `row` that carries `token`."""
+        """The child of `row` with this token that may be accepted."""
         for child in self.children[row]:
             if self.tokens[child] == token:
                 return child
         return None
 
     def proposal(self, row: int) -> torch.Tensor | None:
-        """The distribution that the guess at `row` was drawn from; None for a guess made without chance."""
+        """The distribution that `row` was sampled from; None if it was not sampled."""
         return self.proposals[row] if self.proposals else None
 
     def ancestors(self) -> Mask:
@@ -86,7 +86,7 @@ class Draft:
 
 
 class Tree:
-    """Builds a Draft from paths. Paths with a common beginning share its rows.
+    """Builds a Draft from paths. Paths with a common prefix share its rows.
 
     Examples:
         >>> tree = Tree(7)
@@ -168,9 +168,9 @@ def chain(root: int, guesses: Sequence[int], source: str) -> Draft:
 
 
 def extended(draft: Draft, path: Sequence[int], source: str, branches: bool = True) -> Draft:
-    """The draft with one more path of guesses below row 0, as far as it is new. The rows there were stay in place.
+    """The draft with one more path below row 0, as far as it is new. Existing rows keep their indices.
 
-    Without `branches` it stays a chain. A draft with probes or with chances of its own stays as it is.
+    Without `branches` it stays a chain. A draft with probes or proposals is returned unchanged.
 
     >>> extended(chain(7, [1, 2], "a"), [1, 3], "b").parents
     (-1, 0, 1, 1)
@@ -191,7 +191,7 @@ def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     """
     if logits.device.type != "cpu":
         return unpack_best(find_best(logits))
-    # As in `find_best`, in numpy, which is quicker at small things.
+    # As in `find_best`, in numpy, which is faster for small arrays.
     blocks = _blocks(logits)
     highest = blocks.amax(-1).float().numpy()
     block = highest.argmax(-1)
@@ -201,9 +201,9 @@ def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[float]]:
 
 
 def find_best(logits: torch.Tensor) -> torch.Tensor:
-    """What `best_tokens` says, as one tensor [2, rows]: from a device it comes in one transfer.
+    """The result of `best_tokens` as one tensor [2, rows], for a single transfer from the device.
 
-    Many threads take a maximum together, but one alone looks for its place. So find first the block that it is in.
+    torch computes a maximum with many threads, but its index with one. So find its block first.
     """
     blocks = _blocks(logits)
     highest = blocks.amax(-1).max(-1)
@@ -213,7 +213,7 @@ def find_best(logits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_best(found: torch.Tensor) -> tuple[list[int], list[float]]:
-    """What `find_best` found, as numbers here."""
+    """The result of `find_best`, as lists."""
     tokens, logits = found.tolist()
     return [int(token) for token in tokens], logits
 
@@ -235,8 +235,8 @@ class Scores:
 
     logits: torch.Tensor  # [rows, vocabulary]
     hidden: torch.Tensor  # [rows, width] after the last layer, before the final norm
-    found: torch.Tensor | None = None  # [2, rows] what `find_best` says, where the runtime has asked already
-    chosen: Mapping[int, int] | None = None  # row -> token, where the target's choices are made already
+    found: torch.Tensor | None = None  # [2, rows] result of `find_best`, if the runtime has it
+    chosen: Mapping[int, int] | None = None  # row -> token, if the target's choices are already made
 
     @cached_property
     def _highest(self) -> tuple[list[int], list[float]]:
@@ -255,31 +255,31 @@ class Scores:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification decided: the path of rows to keep, and the tokens the target chose along it."""
+    """The result of verification: the accepted path, and the tokens that the target chose along it."""
 
     rows: tuple[int, ...]  # accepted path, row 0 first
-    tokens: tuple[int, ...]  # one for each row of the path: what the target says after it
+    tokens: tuple[int, ...]  # one for each row of the path: the target's choice after it
 
 
 class Likely(NamedTuple):
-    """How likely the model found a token, before penalties, bias, temperature and cuts: logarithms of chances."""
+    """Log probabilities of a token by the model, before penalties, bias, temperature and top-k/p."""
 
     chance: float
-    best: tuple[tuple[int, float], ...] = ()  # as many of the likeliest tokens as were asked for, and their chances
+    best: tuple[tuple[int, float], ...] = ()  # the most likely tokens, as many as requested
 
 
 @dataclass(frozen=True)
 class Step:
-    """One turn of the loop, as users, benchmarks and pictures read it."""
+    """One decoding step."""
 
     tokens: tuple[int, ...]  # the new tokens
-    sources: tuple[str, ...]  # [tokens] which guess the target agreed with, or "model"
+    sources: tuple[str, ...]  # [tokens] which source drafted it, or "model"
     draft: Draft
     rows: tuple[int, ...]  # the accepted path in the draft
-    finish: str | None  # why the text ends here: "stop", "length", or None
-    seconds: dict[str, float] = field(default_factory=dict)  # time by verb: draft, score (others' too), verify, learn
-    text: str = ""  # the new text, where a Decoder made the step
-    cost: tuple[float, float] | None = None  # of this step, and of one with a single row, where both are known
-    logprobs: tuple[Likely, ...] = ()  # [tokens] where they were asked for
-    reused: int = 0  # in the first step: tokens of the prompt that had been computed for another text
-    lossless: bool = True  # False where the rule itself changes the text
+    finish: str | None  # why the sequence ends here: "stop", "length", or None
+    seconds: dict[str, float] = field(default_factory=dict)  # by part: draft, score (others' too), verify, learn
+    text: str = ""  # the new text, if a Decoder made the step
+    cost: tuple[float, float] | None = None  # of this step, and of a one-row step, if known
+    logprobs: tuple[Likely, ...] = ()  # [tokens] if requested
+    reused: int = 0  # in the first step: prompt tokens found in the KV cache
+    lossless: bool = True  # False if the sampling rule changes the distribution

@@ -1,17 +1,17 @@
 """Every exception that Outpace raises on purpose, as one tree.
 
 OutpaceError
-├── InputError            what was asked for cannot be done; the message names the value and the remedy
+├── InputError            a bad argument; the message names the value and the remedy
 │   ├── UnknownNameError  a name that is not in a known list; suggests the nearest
-│   └── NoRoom            there are not as many KV slots as a text needs
+│   └── NoRoom            not enough free KV slots for a sequence
 ├── ModelError            the model, its files or its tokenizer cannot be used
-│   └── UnsupportedModel  the architecture cannot do what a method needs
-├── FetchError            the embedded model could not be fetched or is broken on disk
-├── InvalidLogits         the model returned NaN, or a processor left no token to choose
-├── RankError             another process of a run on several devices is gone, too slow, or does something else
-└── BatchError            some texts of a batch failed; it has the results of all
+│   └── UnsupportedModel  the architecture lacks what a method needs
+├── FetchError            the embedded model could not be downloaded, or is corrupt on disk
+├── InvalidLogits         the model returned NaN, or the logits processors ruled out every token
+├── RankError             another process of a run on several devices is gone, too slow, or out of step
+└── BatchError            some sequences of a batch failed; it has all results
 
-OutpaceWarning is the one warning: what was asked for works, but not as fast as it could, or not all of it.
+OutpaceWarning is the only warning: the call works, but more slowly than it could, or only in part.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 
 class OutpaceError(Exception):
-    """Base of all errors of this library: `except OutpaceError` catches what a user can mend."""
+    """Base of all errors of this library: `except OutpaceError` catches what a user can fix."""
 
 
 class InputError(OutpaceError, ValueError):
-    """A value that was given cannot be used."""
+    """An argument that cannot be used."""
 
 
 class UnknownNameError(InputError):
@@ -52,11 +52,11 @@ class UnsupportedModel(ModelError):
 
 
 class FetchError(OutpaceError):
-    """The embedded model could not be fetched, checked or converted."""
+    """The embedded model could not be downloaded, checked or converted."""
 
 
 class OutpaceWarning(UserWarning):
-    """Something works, but not as fast as it was asked to, or not all that was asked for is done."""
+    """The call works, but more slowly than it could, or only in part."""
 
 
 class InvalidLogits(OutpaceError):
@@ -68,8 +68,8 @@ class RankError(OutpaceError):
 
 
 class BatchError(OutpaceError):
-    """Some texts of a batch failed. `results` has what was written of each; one that failed has its `error`."""
+    """Some sequences of a batch failed. `results` has the output of each; a failed one has its `error`."""
 
     def __init__(self, message: str, results: list[Any]) -> None:
-        super().__init__(f"{message} This error's `results` has all {len(results)} texts.")
+        super().__init__(f"{message} This error's `results` has all {len(results)} results.")
         self.results = results

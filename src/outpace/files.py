@@ -1,4 +1,4 @@
-"""JSON files that say what they are: written whole or not at all, refused by name and version."""
+"""JSON files with a kind and a version, written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import InputError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all. A device or a pipe is written to as it is, not replaced."""
+    """Write a file atomically. A device or a pipe is written to directly."""
     write_bytes_whole(path, text.encode())
 
 
@@ -44,7 +44,9 @@ def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path} could not be read: {error.strerror}.") from error
     except ValueError as error:
-        raise InputError(f"{path} is no whole JSON, so it is no {kind} file or is cut short: {error}.") from error
+        raise InputError(
+            f"{path} is not complete JSON: it is not an {kind} file, or is cut short ({error})."
+        ) from error
     check_version(path, stored, kind, version)
     return dict(stored)
 
@@ -55,6 +57,6 @@ def check_version(path: Path, stored: Any, kind: str, version: int) -> None:
         raise InputError(f"{path} is not an {kind} file.")
     if stored.get("version") != version:
         raise InputError(
-            f"{path} is of version {stored.get('version')!r}; this Outpace ({__version__}) reads version {version}. "
-            "Make it again, or use the Outpace that wrote it."
+            f"{path} has version {stored.get('version')!r}; this Outpace ({__version__}) reads version {version}. "
+            "Create it again, or use the version that wrote it."
         )

@@ -40,7 +40,7 @@ class Grammar:
         try:
             found = json.loads(text)
         except ValueError as error:
-            raise InputError(f"the JSON schema is no JSON: {error}.") from error
+            raise InputError(f"the JSON schema is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise InputError("the JSON schema must be an object.")
         return cls("json_schema", text)
@@ -73,7 +73,7 @@ class Grammar:
         elif self.kind == "lark":
             rules = matcher.grammar_from_lark(self.source)
         else:
-            raise InputError(f"unknown kind of grammar {self.kind!r}: json_schema, regex or lark.")
+            raise InputError(f"unknown kind of grammar {self.kind!r}: use json_schema, regex or lark.")
         found = matcher(words, rules, log_level=0)
         if found.is_error():
             reason = str(found.get_error()).strip().split("\n")[0]
@@ -113,7 +113,7 @@ class Constraint:
         """Take in committed tokens."""
         self._read_to += len(tokens)
         if tokens and not self._matcher.consume_tokens(list(tokens)):
-            raise InvalidLogits(f"the text left its grammar: {self._matcher.get_error()}")
+            raise InvalidLogits(f"the output no longer matches its grammar: {self._matcher.get_error()}")
 
 
 def words_of(tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> Any:
@@ -122,7 +122,7 @@ def words_of(tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> Any:
     try:
         return guidance.hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(ends))
     except Exception as error:
-        raise ModelError(f"grammars do not work with this tokenizer: {error}") from error
+        raise ModelError(f"this tokenizer does not support grammars: {error}") from error
 
 
 def _llguidance() -> Any:

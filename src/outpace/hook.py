@@ -1,4 +1,4 @@
-"""The door from transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`."""
+"""The entry point for transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def generate(
     stop_strings: str | Sequence[str] | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Decode with `method` under the conditions that transformers has prepared; returns prompts and answers.
+    """Decode with `method`, with the processors and criteria that transformers has prepared.
 
-    As with transformers' own, a text that ends before the others is filled up with the padding token.
+    Returns prompts with answers. As in transformers, sequences that end early are padded.
     """
     _refuse_what_is_not_supported(input_ids, generation_config, stop_strings)
     engine = engine_of(model)
@@ -67,9 +67,9 @@ def generate(
 
 
 def engine_of(model: Any) -> Engine:
-    """The engine that a Decoder of this model would have, but that the model's weights stay where they are.
+    """The engine that a Decoder of this model would have, except that weights are not fused.
 
-    It is kept for the next call, as long as the model is what it was.
+    It is kept for the next call, as long as the model does not change.
     """
     with _building:
         seen = _look(model)
@@ -84,9 +84,9 @@ def engine_of(model: Any) -> Engine:
 
 
 def _look(model: Any) -> list[object]:
-    """What an engine has taken over from the model: modules, plain settings, where weights are and of which kind.
+    """What an engine depends on: the model's modules, simple settings, and the storage and dtype of its weights.
 
-    An engine has the weights themselves, so that they stay alive while they are compared. It sees new values in them.
+    An engine holds the weights themselves, so they stay alive for the comparison, and it sees new values in them.
     """
     seen: list[object] = [str(model.config.to_dict())]
     for module in model.modules():
@@ -105,7 +105,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _is_plain(value: object) -> bool:
-    """Whether an attribute of a module is a setting that may be changed, like the adapters that are active."""
+    """Whether a module's attribute is a setting that may change, like the active adapters."""
     if isinstance(value, dict):
         value = [*value.values()]
     parts = value if isinstance(value, list | tuple | set) else [value]
@@ -115,8 +115,8 @@ def _is_plain(value: object) -> bool:
 def _streamer_of_caller() -> Any:
     """The `streamer` that `generate` was called with.
 
-    transformers hands it to none but its own functions, and leaves whoever reads from it waiting without end. So it is
-    read where it is: among the arguments of the `generate` that calls us.
+    transformers does not pass it on to custom_generate, so whoever reads from it would wait forever. We take it from
+    the arguments of the calling `generate`.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -127,7 +127,7 @@ def _streamer_of_caller() -> Any:
 
 
 class _Streamer:
-    """Shows a streamer the new tokens as transformers would: one of each text at a time. It has seen the prompts."""
+    """Feeds a streamer new tokens as transformers would: one of each sequence at a time. It has the prompts already."""
 
     def __init__(self, streamer: Any, texts: Sequence[_Text], padding: int) -> None:
         self._streamer = streamer
@@ -151,7 +151,7 @@ class _Streamer:
 
 
 class _Text:
-    """One text of the batch, as transformers' processors and criteria see it: padded, and in its own row."""
+    """One sequence of the batch, as transformers' processors and criteria see it: padded, in its own row."""
 
     def __init__(self, row: int, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, criteria: Any) -> None:
         self.row = row
@@ -166,7 +166,7 @@ class _Text:
         self.ended = False
 
     def stop(self, token: int) -> str | None:
-        """Told each new token; says whether transformers' criteria end the text with it."""
+        """Add a new token; the finish reason if transformers' criteria end the sequence with it."""
         self.tokens.append(token)
         if self.criteria is None:
             return None
@@ -175,7 +175,7 @@ class _Text:
         return "stop" if self.ended else None
 
     def wrapped(self, processor: Processor) -> Processor:
-        """The processor as transformers would call it. Some want to know in which row a text is."""
+        """The processor as transformers would call it. Some depend on the sequence's row."""
 
         def padded(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             ids = torch.cat([self.ids, ids[:, len(self.prompt) :]], 1)
@@ -188,25 +188,25 @@ class _Text:
 def _refuse_what_is_not_supported(input_ids: torch.Tensor, generation_config: Any, stop_strings: Any) -> None:
     if stop_strings is not None:
         raise InputError(
-            f"stop_strings={stop_strings!r}: transformers keeps the tokenizer that they need from custom_generate. "
+            f"stop_strings={stop_strings!r}: custom_generate does not get the tokenizer that they need. "
             f"Give stopping_criteria=[transformers.StopStringCriteria(tokenizer, {stop_strings!r})] instead."
         )
     if (beams := getattr(generation_config, "num_beams", 1) or 1) > 1:
         raise InputError(f"num_beams={beams}: beam search is not supported; use num_beams=1.")
     if input_ids.shape[1] == 0:
-        raise InputError("there are no input_ids: Outpace needs the prompt's token ids, not inputs_embeds.")
+        raise InputError("there are no input_ids. Give the prompt's token ids; inputs_embeds are not supported.")
     if getattr(generation_config, "return_dict_in_generate", False):
-        raise InputError("return_dict_in_generate=True is not supported with Outpace: it returns the token ids.")
+        raise InputError("return_dict_in_generate=True is not supported: Outpace returns token ids. Leave it out.")
 
 
 def _most(generation_config: Any, input_ids: torch.Tensor) -> int | None:
-    """How many tokens transformers' criteria allow at most; None where only the context ends a text."""
+    """The most new tokens by transformers' criteria; None if only the context is a limit."""
     longest = getattr(generation_config, "max_length", None)
     return longest - input_ids.shape[1] if isinstance(longest, int) and longest > input_ids.shape[1] else None
 
 
 def _sampling(generation_config: Any, processors: Sequence[Processor]) -> Sampling:
-    """transformers has put temperature, cuts and penalties into the processors; the seed comes from torch."""
+    """transformers has put temperature, top-k/p and penalties into the processors; the seed comes from torch."""
     if not getattr(generation_config, "do_sample", False):
         return Sampling(processors=processors)
     return Sampling(temperature=1.0, processors=processors, seed=int(torch.randint(2**62, ())))

@@ -1,4 +1,4 @@
-"""What numbers a sampling may have. Without torch, so that a command can refuse others before it is imported."""
+"""Valid ranges of sampling settings. Without torch, so that commands can check them before importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 
 
 def check_sampling(given: Mapping[str, Any]) -> None:
-    """Raise InputError for a value of a Sampling's field that is none."""
+    """Raise InputError for an invalid value of a Sampling's field."""
     for name in WHOLE:
         if name in given and not isinstance(given[name], int):
             raise InputError(f"{name}={given[name]!r} must be a whole number.")

@@ -1,4 +1,4 @@
-"""The loop. Every method, rule and kind of output goes through `write`, and only through it."""
+"""The decoding loop: `write`, the only one, for every method, sampling rule and kind of output."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Stop: TypeAlias = "Callable[[int], str | None]"
 
 
 class Hint(Protocol):
-    """Knows from outside of a text how it may go on. A wrong hint costs time, never the text."""
+    """An external source of draft tokens, such as a prediction. A wrong hint costs time, never the output."""
 
-    name: str  # the source of its guesses
+    name: str  # the name of the source
 
     def after(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """The likeliest next tokens of the text, at most so many; none where it knows nothing."""
+        """Draft tokens after the sequence, at most this many; none if it has none."""
         ...
 
 
 class Extras(NamedTuple):
-    """What a text may ask for besides. Logprobs and hints have the host stand between the verbs of a step."""
+    """Further options of a request. Logprobs and hints need the host in every step."""
 
     logprobs: int | None = None  # log probabilities of each token, and of this many alternatives
     hints: tuple[Hint, ...] = ()
-    salt: str = ""  # texts share slots with those of the same salt alone
-    written: int = 0  # so many last tokens of the prompt are the answer's: the text was set aside, and goes on
+    salt: str = ""  # KV slots are shared only with sequences of the same salt
+    written: int = 0  # the prompt's last tokens that belong to the answer, after preemption
 
 
 PLAINLY = Extras()
@@ -56,9 +56,9 @@ def decode(
     extras: Extras = PLAINLY,
     grows: bool = False,
 ) -> Generator[Step, None, None]:
-    """Write on from `prompt` until `stop` says so, step by step. Other texts may take steps between.
+    """Decode `prompt` step by step until `stop`. Other sequences may take steps in between.
 
-    Where it `grows`, the next one may go on from it, and it from the last one, without reading that again.
+    If it `grows`, it may reuse the KV cache of the last sequence, and the next one may reuse its own.
     """
     text = engine.turns.begin(write(engine, method, prompt, sampling, stop, limit, extras, grows=grows))
     try:
@@ -73,7 +73,7 @@ def decode(
 
 
 def _step(text: Text) -> Step | None:
-    """The text's next step, its work done at once; None behind the last."""
+    """The next step, with its work done at once; None after the last."""
     item = next(text, None)
     while isinstance(item, Work | Turn):
         item = text.send(item.do())
@@ -91,10 +91,10 @@ def write(
     share: bool = False,
     grows: bool = False,
 ) -> Text:
-    """The loop for one text. Its work may be done alone, or together with other texts'.
+    """The loop for one sequence, a coroutine that yields work, to be done alone or batched.
 
-    It writes at most `limit` tokens, if `stop` does not say so before. With `share` it may begin with slots of a text
-    that begins alike.
+    It generates at most `limit` tokens, or until `stop`. With `share` it may reuse KV slots of a sequence with the same
+    prefix.
     """
     picker = Picker(sampling, len(prompt) - extras.written)
     engine = engine.for_one_text(picker)
@@ -119,7 +119,7 @@ def write(
 
 
 def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop, extras: Extras) -> Text:
-    """The loop where the host stands between the verbs of a step."""
+    """The loop with the host in every step: draft, score, verify, learn."""
     finish: str | None = None
     written, reused = 0, 0 if extras.written else len(sequence.slots)
 
@@ -158,7 +158,7 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
 def _by_program(
     engine: Engine, program: Any, place: Any, sequence: Owner, sampling: Sampling, stop: Stop, text: list[int]
 ) -> Text:
-    """The loop where a whole step runs without the host: it is asked for, and what it left is read. `text` grows."""
+    """The loop where a whole step runs without the host, which only reads the results. `text` grows."""
     finish: str | None = None
     reused = 0 if sequence.written else len(sequence.slots)
     seen: list[Any] = []
@@ -167,7 +167,7 @@ def _by_program(
             yield from engine.read(sequence, program.sees(place, seen))
         except InvalidLogits as error:
             raise InvalidLogits(f"at new token 1: {error}.") from error
-        yield Turn(program, place)  # others are read first, if they wait: what is to be done now takes the host a while
+        yield Turn(program, place)  # let waiting prompts prefill first: the host is busy next
         program.open(place, sequence, sampling, seen)
         while finish is None:
             clock = _Clock()
@@ -183,7 +183,7 @@ def _by_program(
                     break
             text += stepped.tokens[:count]
             if finish is None and len(text) == place.limit:
-                finish = "length"  # the end of the context: the text rests
+                finish = "length"  # the end of the context: the lane is idle
             if finish is None and stepped.fault:
                 place_of_it = len(text) - len(sequence.tokens) + 1
                 raise InvalidLogits(
@@ -201,25 +201,25 @@ def _by_program(
 
 
 def _cost(drafter: Drafter, draft: Draft, laps: dict[str, float], first: bool) -> tuple[float, float] | None:
-    """What a step has cost, and one of plain decoding, where the curve is known. The drafter's own work counts."""
+    """The cost of a step, drafting included, and of a plain decoding step, if the cost curve is known."""
     costs = drafter.engine.costs
     if costs is None:
         return None
     own = laps["learn"]
-    if not (first or drafter.asks):  # heads read the prompt before their first draft
+    if not (first or drafter.asks):  # heads prefill before their first draft
         own += laps["draft"]
     return costs.price(len(draft)) + own / costs.step(1), 1.0
 
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
-    """The guess behind each token, or the model alone where nobody guessed it."""
+    """The source of each token: who drafted it, or the model."""
     children = (draft.child(row, token) for row, token in zip(verdict.rows, verdict.tokens, strict=True))
     return tuple(MODEL if child is None else draft.sources[child] for child in children)
 
 
 @torch.inference_mode()
 def _likely(scores: Scores, verdict: Verdict, most: int) -> tuple[Likely, ...]:
-    """How likely the chosen tokens are, by the logits of the accepted rows."""
+    """Log probabilities of the chosen tokens, from the logits of the accepted rows."""
     chances = scores.logits[list(verdict.rows)].float().log_softmax(-1)
     tokens = torch.tensor(verdict.tokens, device=chances.device)
     chosen = chances.gather(1, tokens[:, None])[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""What this machine can do. Without torch, and without guessing."""
+"""What this machine supports, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last is 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """The instructions that the processor names; none where it does not say (macOS, Windows)."""
+    """The processor's instruction flags; none where they are not available (macOS, Windows)."""
     try:
         lines = CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -36,5 +36,5 @@ def cpu_name() -> str:
 
 
 def lacks_bfloat16() -> bool:
-    """Whether the processor says what it can, and products of bfloat16 are not among it."""
+    """Whether the processor lists its instructions, and bfloat16 products are not among them."""
     return bool(cpu_flags()) and not cpu_flags() & BFLOAT16

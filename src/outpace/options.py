@@ -1,4 +1,4 @@
-"""What a text may be asked for with: the options of `Decoder.generate`, `stream` and `Batch.add`, checked by name."""
+"""The options of `Decoder.generate`, `stream` and `Batch.add`, checked by name."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class _Shared(TypedDict, total=False):
 
 
 class Options(_Shared, total=False):
-    """Options of one text.
+    """Options of one request.
 
     Attributes:
-        max_new_tokens: the most tokens to write; 128 unless given.
-        sampling: an outpace.Sampling; without one, and without a temperature, the text is greedy.
-        method: how to draft, in place of the decoder's own method: a name, or a method. `Decoder.prepare` one that has
-            a model to load.
-        temperature: 0 is greedy. This and the next ones are fields of Sampling, for those who need no more.
+        max_new_tokens: the most tokens to generate; 128 by default.
+        sampling: an outpace.Sampling. Without one, and without a temperature, decoding is greedy.
+        method: a drafting method, by name or as an object, instead of the decoder's. Pass one that loads a model
+            through `Decoder.prepare` first.
+        temperature: 0 is greedy. This and the following, up to `seed`, are fields of Sampling.
         top_k: sample from the K most likely tokens.
         top_p: sample from the fewest tokens with this total probability.
         min_p: drop tokens less likely than this fraction of the best one.
-        repetition_penalty: above 1 discourages tokens of prompt and answer; None is the model's own.
-        presence_penalty: subtracted once from the logit of a token in the answer.
-        frequency_penalty: subtracted for each time the token occurs in the answer.
+        repetition_penalty: above 1 discourages tokens of prompt and answer; None: the model's own.
+        presence_penalty: subtracted once from the logit of each token that is in the answer.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the answer.
         logit_bias: added to logits, by token id.
         seed: the same seed gives the same text with every method.
-        stop: strings that end the text and are not part of it.
-        raw: give a text to the model as it is, without the chat template.
+        stop: strings that end the output; they are not part of it.
+        raw: use a string as it is, without the chat template.
         logprobs: the log probability of each token, and of this many alternatives.
         grammar: an outpace.Grammar that the answer must match.
-        prediction: a text that the answer is expected to resemble; it only changes the speed.
-        salt: texts share their KV cache only with those of the same salt.
+        prediction: an expected answer to draft from; it affects speed only.
+        salt: sequences share KV cache only with others of the same salt.
     """
 
     max_new_tokens: int
@@ -60,7 +60,7 @@ class Options(_Shared, total=False):
 
 
 class BatchOptions(_Shared, total=False):
-    """Options of several texts: those of one, of which three may be lists with a value for each prompt."""
+    """Options of a batch: those of one request; three of them may be lists with a value for each prompt."""
 
     max_new_tokens: int | Sequence[int]
     sampling: Sampling | Sequence[Sampling | None] | None
@@ -70,19 +70,19 @@ class BatchOptions(_Shared, total=False):
 NAMES = frozenset(Options.__annotations__) | frozenset(_Shared.__annotations__)
 CHANCE = tuple(name for name in _Shared.__annotations__ if name in Sampling.__dataclass_fields__)  # Sampling's own
 
-# What other libraries call it, and what to do here.
+# Names in other libraries, and what to use instead.
 _REMEDIES = {
-    "do_sample": "Give temperature=… to sample; without one the text is greedy.",
+    "do_sample": "Set temperature=… to sample; without it decoding is greedy.",
     "max_tokens": "Use max_new_tokens.",
     "max_completion_tokens": "Use max_new_tokens.",
     "max_length": "Use max_new_tokens, which does not count the prompt.",
     "min_new_tokens": "Set it in the model's generation_config.",
     "num_return_sequences": "Use n.",
-    "num_beams": "Outpace decodes greedily or samples; beams are not there.",
+    "num_beams": "Beam search is not supported. Leave it out.",
     "stop_strings": "Use stop.",
     "stop_sequences": "Use stop.",
-    "eos_token_id": "Set decoder.ends to the ids that end a text.",
-    "pad_token_id": "Leave it out: nothing is padded here.",
+    "eos_token_id": "Set decoder.ends to the end-of-sequence ids.",
+    "pad_token_id": "Leave it out: nothing is padded.",
     "logits_processor": "Use sampling=outpace.Sampling(processors=[…]).",
     "processors": "Use sampling=outpace.Sampling(processors=[…]).",
     "rule": "Use sampling=outpace.Sampling(rule=…).",
@@ -94,28 +94,28 @@ _REMEDIES = {
     "use_cache": "Leave it out: there always is a KV cache.",
     "assistant_model": 'Use method=outpace.DraftModel(model=…), or method="auto" without one.',
     "prompt_lookup_num_tokens": 'Use method="prompt-lookup".',
-    "add_generation_prompt": "Leave it out: the chat template is applied; raw=True goes without it.",
+    "add_generation_prompt": "Leave it out: the chat template is applied unless raw=True.",
     "system": 'Give messages: [{"role": "system", "content": …}, {"role": "user", "content": …}].',
-    "messages": "Give them as the first argument.",
+    "messages": "Pass them as the first argument.",
     "response_format": "Use grammar=outpace.Grammar.json_schema(…).",
     "guided_json": "Use grammar=outpace.Grammar.json_schema(…).",
 }
 
 
 def settled(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with one `sampling` in place of its fields. Raises InputError for names that are none."""
+    """The options with one `sampling` instead of its fields. Raises InputError for unknown names."""
     for name in options:
         if name in NAMES:
             continue
         if name in _REMEDIES:
-            raise InputError(f"there is no option {name!r}. {_REMEDIES[name]}")
+            raise InputError(f"unknown option {name!r}. {_REMEDIES[name]}")
         raise UnknownNameError("option", name, NAMES)
     given = {name: value for name, value in options.items() if name not in CHANCE}
     chance = {name: options[name] for name in CHANCE if name in options}
     if chance:
         if options.get("sampling") is not None:
             raise InputError(
-                f"{', '.join(chance)} and sampling={options['sampling']!r:.60} were given. Put all of it into one: "
+                f"{', '.join(chance)} and sampling={options['sampling']!r:.60} were given. Put everything into one: "
                 f"outpace.Sampling({', '.join(f'{name}=…' for name in chance)})."
             )
         given["sampling"] = Sampling(**chance)

@@ -295,8 +295,8 @@ class ParallelDecoder(Decoder):
         ready = super().prepare(method, **settings)
         if not ready.dealt:
             raise InputError(
-                f"{ready.name} cannot be dealt out to ranks: that needs trees, and guesses from tokens alone. Chains "
-                "have nothing to deal out, and hidden states are only where they were computed. Use lookahead or "
+                f"{ready.name} cannot be split over ranks: that needs draft trees that depend on tokens alone. Chains "
+                "cannot be split, and hidden states stay on the rank that computed them. Use lookahead or "
                 "prompt-lookup."
             )
         return ready
@@ -307,11 +307,11 @@ class ParallelDecoder(Decoder):
         if request.sampling.processors:
             names = ", ".join(type(item).__name__ for item in request.sampling.processors)
             raise InputError(
-                f"logits processors ({names}) cannot be used on several ranks: each would be called for some of the "
-                "tokens only. Leave them out, also those that the model's generation_config asks for."
+                f"logits processors ({names}) cannot be used on several ranks: each would be called for "
+                "some of the tokens only. Leave them out, including those of the model's generation_config."
             )
         if request.extras != PLAINLY:
-            raise InputError("logprobs and hints are not supported on several ranks. Leave them out.")
+            raise InputError("logprobs and predictions are not supported on several ranks. Leave them out.")
         self.ranks.compare(
             Stage.BEGINNING,
             prompt=request.prompt,
@@ -338,7 +338,7 @@ class ParallelDecoder(Decoder):
 
     def batch(self, most: int = MOST) -> Batch:
         """Refused: ranks hold different rows, so they would pack different forwards."""
-        raise InputError("a batch cannot be dealt out to ranks. Give one prompt at a time.")
+        raise InputError("batches are not supported on several ranks. Give one prompt at a time.")
 
 
 def load(

@@ -1,8 +1,7 @@
-"""How the target chooses a token: processors, then greedy or keyed noise, or one of the papers' rules.
+"""How the target chooses a token: logits processors, then greedy, keyed noise, or one of the papers' rules.
 
-A choice depends on the logits, the text before it, and the seed. It never depends on what was drafted (but for
-the rejection rule, which keeps only the distribution, and typical acceptance, which keeps nothing). So the text is the
-same whatever the method.
+A choice depends on the logits, the tokens before it, and the seed, never on the draft, so the output is the same with
+every method. Exceptions: the rejection rule preserves only the distribution, and typical acceptance not even that.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from .errors import InputError, InvalidLogits
 from .limits import check_sampling
 
 Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""As in transformers: takes input ids [1, length] and scores [1, vocabulary], and returns new scores."""
+"""As in transformers: takes input ids [1, length] and scores [1, vocabulary], returns new scores."""
 
 Proposal: TypeAlias = "tuple[int, torch.Tensor | None]"
-"""A guess, and the distribution it was drawn from (None: it was not drawn by chance)."""
+"""A draft token, and the distribution it was sampled from (None: it was not sampled)."""
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
-PIECE = 64  # words of which only the largest score is looked at first
-TYPICAL, SURE = 0.09, 0.3  # Medusa's threshold of typical acceptance, and its factor before exp(-entropy)
-NOISED = 256  # a drafter adds the noise to this many of the best tokens, to foresee which will be drawn
+PIECE = 64  # tokens of which only the highest score is examined first
+TYPICAL, SURE = 0.09, 0.3  # Medusa's typical acceptance: threshold, and factor of exp(-entropy)
+NOISED = 256  # a drafter adds noise to this many top tokens, to predict which will be sampled
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How to choose tokens. The default is greedy.
 
-    `temperature` 0 is greedy. `repetition_penalty` counts prompt and answer, as in transformers; None is the model's
-    own (its `generation_config`), 1 is none. `presence_penalty` and `frequency_penalty` count the answer alone. `rule`
-    is "keyed" (the same seed gives the same text with every method), "rejection" (the papers' rule: the same
-    distribution, another text) or "typical" (Medusa's typical acceptance, LOSSY: guesses that are likely enough are
-    taken, so the distribution is another; it is there to be compared with).
+    `temperature` 0 is greedy. `repetition_penalty` covers prompt and answer, as in transformers; None uses the model's
+    own (its `generation_config`), 1 turns it off. `presence_penalty` and `frequency_penalty` cover the answer only.
+    `rule` is "keyed" (the same seed gives the same text with every method), "rejection" (the papers' rejection
+    sampling: the same distribution, another text) or "typical" (Medusa's typical acceptance, LOSSY: draft tokens that
+    are likely enough are accepted, which changes the distribution; for comparison only).
     """
 
     temperature: float = 0.0
@@ -62,23 +61,23 @@ class Sampling:
         check_sampling(vars(self))
         for token, bias in self.logit_bias.items():
             if not (isinstance(token, int) and isinstance(bias, (int, float)) and bias < math.inf):
-                raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below infinity.")
+                raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below +inf.")
 
     @property
     def lossless(self) -> bool:
-        """Whether the distribution is the target's own."""
+        """Whether the output distribution is the target's own."""
         return self.rule != "typical" or self.temperature == 0
 
 
 class Foreseen(NamedTuple):
-    """Guesses at a choice, likeliest first."""
+    """Predictions of a choice, most likely first."""
 
     tokens: Numbers  # [lines, count]
-    chances: Fractions  # [lines, count] logarithms of their chances
+    chances: Fractions  # [lines, count] log probabilities
 
 
 class Picker:
-    """Chooses tokens for one text, by its Sampling."""
+    """Chooses the tokens of one sequence, by its Sampling."""
 
     def __init__(self, sampling: Sampling, prompt_length: int) -> None:
         self.sampling = sampling
@@ -95,7 +94,7 @@ class Picker:
         self.takes_best = self.greedy and not self._processes  # always the token with the highest logit
 
     def choose_after(self, row: int, scores: Scores, prefix: Sequence[int], proposals: Sequence[Proposal] = ()) -> int:
-        """The target's token after `row` of a draft. `prefix` is the text up to there, the row's token last."""
+        """The target's token after `row` of a draft. `prefix` are the tokens up to there, the row's last."""
         if scores.chosen is not None:
             if scores.chosen[row] == NOTHING:
                 raise InvalidLogits("the model's logits contain NaN, or every token is ruled out, on one of the ranks")
@@ -115,10 +114,10 @@ class Picker:
         return self._pick(logits, prefix)
 
     def guess(self, logits: torch.Tensor, prefix: Sequence[int]) -> Proposal:
-        """A drafter's guess at `choose`, from logits of its own.
+        """A drafter's prediction of `choose`, from its own logits.
 
-        With keyed noise the guess uses the target's noise, so that a drafter who thinks alike guesses alike. The
-        rejection rule wants an independent draw and the distribution behind it.
+        With keyed noise it uses the target's noise, so that similar logits give the same sample. The rejection rule
+        needs an independent sample, and its distribution.
         """
         if self.sampling.rule == "rejection" and not self.greedy:
             q = self.probabilities(logits, prefix)
@@ -126,7 +125,7 @@ class Picker:
         return self._pick(logits, prefix), None
 
     def candidates(self, count: int) -> int:
-        """How many of its likeliest tokens a drafter must name, for `foresee` to find `count`."""
+        """How many top tokens a drafter must give for `foresee` to find `count`."""
         return count if self.greedy else max(NOISED, count)
 
     def foresee(self, likeliest: torch.Tensor, positions: Sequence[int], count: int, coupled: bool = True) -> Foreseen:

@@ -26,9 +26,9 @@ def check_picture(path: Path | None, method: str, control: object = None) -> Non
     if not path.parent.is_dir():
         raise InputError(f"--picture {path} could not be written: there is no folder {path.parent}.")
     if method not in DRAWN:
-        raise InputError(f"--picture: {method} climbs no stairs. Use it with {', '.join(DRAWN)}.")
+        raise InputError(f"--picture: it does not draw {method}. Use it with {', '.join(DRAWN)}.")
     if control == "tree":
-        raise InputError(f"--picture: {method} climbs no stairs with control='tree'.")
+        raise InputError(f"--picture: {method} defers no layers with control='tree'. Use another control.")
 
 
 def climbs_of(sources: Sequence[str], layers: int) -> list[Climb]:

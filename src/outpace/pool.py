@@ -1,9 +1,9 @@
-"""The pool of KV slots, and the sequences that own them.
+"""The KV cache as a pool of slots, and the sequences that own them.
 
-A slot holds one token's keys and values in every layer. A sequence owns slots in the order of its text;
-accepting rows keeps their slots, rejecting rows frees them, and nothing is ever copied but when the pool grows.
-Texts that begin alike may have the slots of their beginning in common: a slot is free when its last owner is gone.
-The slots of texts that have ended may be kept for those that begin alike, until they are needed.
+A slot holds one token's keys and values in every layer. A sequence owns slots in the order of its tokens. Accepting
+rows keeps their slots, rejecting rows frees them; nothing is copied except when the pool grows. Sequences with a common
+prefix may share its slots: a slot is free when its last owner is gone. Slots of finished sequences may be kept for
+others with the same prefix, until they are needed (prefix caching).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .errors import InvalidLogits, NoRoom
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 FIRST_CAPACITY = 512
-SLACK = 16  # so many last tokens of a prompt may be gone from the next turn's: templates end a prompt in their own way
+SLACK = 16  # the next turn may lack this many last prompt tokens: templates end prompts in their own ways
 
 
 class Placed:
-    """Rows in their slots, ready to be computed: of one text, or of several."""
+    """Rows with their slots, ready to be computed, of one or several sequences."""
 
     numbers: Numbers  # [3, rows] tokens, positions, slots
     pool: Pool
 
     @property
     def parts(self) -> Items[Rows]:
-        """The rows of each text, one after the other."""
+        """The rows of each sequence."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Placed:
 
     @cached_property
     def sees(self) -> torch.Tensor:
-        """[rows, used slots] whether the row may see the slot: for attention with a dense mask."""
+        """[rows, used slots] whether the row attends to the slot, for attention with a dense mask."""
         sees = np.zeros((len(self), self.pool.used), dtype=np.bool_)
         self.show(sees)
         return torch.from_numpy(sees).to(self.pool.device)
@@ -74,17 +74,17 @@ class Placed:
         return torch.from_numpy(self.pool.positions()).to(self.pool.device)
 
     def show(self, sees: Mask) -> None:
-        """Set in `sees`, which is all False, what the rows see."""
+        """Set in `sees`, initially all False, what the rows attend to."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Rows(Placed):
-    """Rows of one text: the token, its position, the slot it writes and the slots it may see."""
+    """Rows of one sequence: tokens, positions, the slots they write and those they attend to."""
 
     numbers: Numbers  # [3, rows] tokens, positions, slots
-    text: list[int]  # the slots of the text before, in its order: every row sees them
-    among: Mask  # [rows, rows] which of these rows a row sees, itself included
+    text: list[int]  # the computed sequence's slots, in order: every row attends to them
+    among: Mask  # [rows, rows] which of these rows a row attends to, itself included
     pool: Pool
 
     @property
@@ -96,7 +96,7 @@ class Rows(Placed):
         sees[:, self.numbers[2]] = self.among
 
     def bits(self) -> Numbers:
-        """[rows, rows / 64] `among` as bits: bit k of word w says whether the row sees row 64 w + k."""
+        """[rows, rows / 64] `among` as bits: bit k of word w is set if the row attends to row 64 w + k."""
         count = len(self)
         padded = np.zeros((count, -(-count // 64) * 64), dtype=np.bool_)
         padded[:, :count] = self.among
@@ -104,9 +104,9 @@ class Rows(Placed):
         return packed
 
     def tails(self) -> Numbers:
-        """[rows, deepest] the slots that a row sees after the text, in order. Filled up with 0.
+        """[rows, deepest] the slots that a row attends to beyond the computed sequence, in order; padded with 0.
 
-        Row r sees positions `len(text)` to its own there, so it has as many slots as that makes.
+        They are those of positions `len(text)` to the row's own.
         """
         row, other = np.nonzero(self.among)
         place = np.arange(len(row)) - np.searchsorted(row, np.arange(len(self)))[row]
@@ -116,7 +116,7 @@ class Rows(Placed):
 
 
 class Packed(Placed):
-    """Rows of several texts, one after the other: each sees its own text alone."""
+    """Rows of several sequences; each attends to its own sequence only."""
 
     def __init__(self, parts: Items[Rows]) -> None:
         self._parts = parts
@@ -136,21 +136,21 @@ class Packed(Placed):
 
 @dataclass
 class Sequence:
-    """One text: its tokens, and the slots of those that are computed. The last tokens may not be, yet."""
+    """One sequence: its tokens, and the slots of those that are computed. The last tokens may not be yet."""
 
     tokens: list[int]
     slots: list[int] = field(default_factory=list)  # slots[i] holds tokens[i]
-    drafted: list[int] = field(default_factory=list)  # slots of rows that await the verdict
-    reserved: list[int] = field(default_factory=list)  # taken for text to come
-    share: tuple[int, ...] | None = None  # the rows of the draft that are among them, if not all
-    stable: int = 0  # so many first slots have not changed since a runtime set this
-    asked: int = 0  # so many last slots wait to be computed
-    salt: str = ""  # it shares slots with sequences of the same salt alone
-    reader: object = None  # heads that have states of their own in its slots
-    read: int = 0  # in so many first ones
-    written: int = 0  # so many last tokens of what it began with are the answer's
-    prompt: int = 0  # so many first tokens it began with
-    grows: bool = False  # the next text may go on from it, as a chat does
+    drafted: list[int] = field(default_factory=list)  # slots of draft rows that await the verdict
+    reserved: list[int] = field(default_factory=list)  # reserved for tokens to come
+    share: tuple[int, ...] | None = None  # which rows of the draft they are, if not all
+    stable: int = 0  # this many first slots are unchanged since a runtime set this
+    asked: int = 0  # this many last slots are not computed yet
+    salt: str = ""  # it shares slots only with sequences of the same salt
+    reader: object = None  # heads with their own state in its slots
+    read: int = 0  # in this many first slots
+    written: int = 0  # last tokens of its initial tokens that belong to the answer
+    prompt: int = 0  # number of initial tokens
+    grows: bool = False  # the next sequence may continue it, as in a chat
 
     @property
     def position(self) -> int:
@@ -161,21 +161,21 @@ class Sequence:
 class Pool:
     """KV storage in slots, shared by any number of sequences.
 
-    Storage is made by the first forward, when the shapes are known. When slots run out it doubles, unless its capacity
-    is `fixed`.
+    Storage is allocated by the first forward pass, when shapes are known. It doubles when slots run out, unless its
+    capacity is `fixed`.
     """
 
     def __init__(self, device: torch.device | str = "cpu", capacity: int = FIRST_CAPACITY, fixed: bool = False) -> None:
         self.device = torch.device(device)
         self.capacity = capacity
-        self.limit = capacity if fixed else None  # slots that there may be at most
-        self.keeps = 0  # about so many slots of texts that have ended are kept; those of the newest in any case
-        self.held = 0  # how many slots are taken by sequences
-        self.kept = 0  # how many others are kept
-        self.used = 0  # no slot from here on is taken or kept, so no row need look there
-        self._owners = [0] * capacity  # how many sequences have each slot
-        self._keepers = [0] * capacity  # how many texts that have ended have it
-        self._ended: list[Sequence] = []  # the one that was used last comes last
+        self.limit = capacity if fixed else None  # the most slots
+        self.keeps = 0  # about this many slots of finished sequences are kept; the newest sequence always
+        self.held = 0  # slots taken by running sequences
+        self.kept = 0  # other slots, kept of finished sequences
+        self.used = 0  # no slot from here on is taken or kept, so rows need not look there
+        self._owners = [0] * capacity  # number of running owners of each slot
+        self._keepers = [0] * capacity  # number of finished owners of each slot
+        self._ended: list[Sequence] = []  # most recently used last
         self._listed = 0  # slots of all of them
         self._free: list[int] = []  # a heap: the lowest go first, so the pool stays dense; may hold taken ones
         self._living: list[Sequence] = []
@@ -189,20 +189,20 @@ class Pool:
 
     @property
     def texts(self) -> int:
-        """How many sequences there are."""
+        """The number of running sequences."""
         return len(self._living)
 
     @contextmanager
     def sequence(
         self, tokens: Items[int], share: bool = False, salt: str = "", reader: object = None, grows: bool = False
     ) -> Iterator[Sequence]:
-        """A sequence whose slots come back however the block ends.
+        """A sequence whose slots are freed however the block ends.
 
-        With `share` it begins with the slots of a sequence of the same salt that begins alike, as far as they are
-        computed, be it one that lives or one that is kept. A `reader` must have its states in them.
+        With `share` it reuses computed slots of a sequence with the same prefix and salt, running or kept. A `reader`
+        must have its state in them.
 
-        One that `grows` is kept until the next begins, whatever the pool keeps, and that one takes over its slots if it
-        goes on from it: the next turn of a chat.
+        One that `grows` is kept until the next starts, whatever the pool keeps. If the next continues it, as the next
+        turn of a chat does, it takes over the slots.
         """
         sequence = Sequence(list(tokens), salt=salt, prompt=len(tokens), grows=grows)
         if share or grows:
@@ -213,7 +213,7 @@ class Pool:
         try:
             yield sequence
             self._keep(sequence)
-        except GeneratorExit:  # it is not read any more; what is computed of it is good
+        except GeneratorExit:  # prefill has stopped; what is computed is valid
             self._keep(sequence)
             raise
         except InvalidLogits:
@@ -225,7 +225,7 @@ class Pool:
             sequence.slots, sequence.drafted, sequence.reserved = [], [], []
 
     def _share(self, sequence: Sequence, reader: object, share: bool) -> None:
-        """Begin with the slots of another sequence, the one that has the most of the text."""
+        """Reuse slots of the sequence with the longest common prefix."""
         tokens = sequence.tokens[:-1]
         best, most = None, 0
         living = self._living if share else []
@@ -236,14 +236,14 @@ class Pool:
             known = len(other.slots) - other.asked
             if reader is not None:
                 known = min(known, other.read) if other.reader is reader else 0
-            # There may be a thousand of them, so this must be quick: does it have more of the text than the best?
+            # There may be a thousand, so this must be fast: is its common prefix longer than the best?
             longer = min(known, len(tokens)) > most and tokens[most] == other.tokens[most]
             if longer and tokens[:most] == other.tokens[:most]:
                 best, most = other, common(tokens, other.tokens[:known])
         if best is None:
             return
         if best.read >= most:
-            most -= 1  # what a reader made of the last slot depends on the token behind it
+            most -= 1  # a reader's state in the last slot depends on the token after it
         sequence.slots = best.slots[:most]
         sequence.reader, sequence.read = best.reader, min(best.read, most)
         for slot in sequence.slots:
@@ -254,7 +254,7 @@ class Pool:
             self._ended = [*(other for other in self._ended if other is not best), best]
 
     def _keep(self, sequence: Sequence) -> None:
-        """Keep what is computed of a sequence that ends, in place of kept ones that it goes on from."""
+        """Keep the computed part of a finished sequence, instead of kept ones that it continues."""
         computed = _computed(sequence)
         if not computed or not (self.keeps or sequence.grows):
             return
@@ -271,7 +271,7 @@ class Pool:
             self._forget(self._ended[0])
 
     def _forget(self, sequence: Sequence) -> None:
-        """Keep a sequence that has ended no longer."""
+        """Drop a kept sequence."""
         self._ended = [other for other in self._ended if other is not sequence]
         self._listed -= len(sequence.slots)
         for slot in sequence.slots:
@@ -282,19 +282,19 @@ class Pool:
         self._lower()
 
     def forget_all(self) -> None:
-        """Keep nothing of texts that have ended."""
+        """Drop all kept sequences."""
         for sequence in [*self._ended]:
             self._forget(sequence)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` slots, the lowest free ones. Those of ended texts are taken where no others are left."""
+        """Take `count` slots, the lowest free ones; those of kept sequences only if no others are left."""
         while self.limit is not None and self._ended and self.held + self.kept + count > self.limit:
             self._forget(self._ended[0])
         if self.held + self.kept + count > self.capacity:
             if self.limit is not None and self.held + self.kept + count > self.limit:
                 raise NoRoom(
                     f"{count} KV slots are needed, and {self.limit - self.held} of {self.limit} are free. "
-                    "Shorten the prompt, ask for fewer new tokens or fewer texts at once, or give the KV cache a "
+                    "Shorten the prompt, request fewer new tokens or a smaller batch, or give the KV cache a "
                     "larger share of the memory: Decoder(..., memory=0.9)."
                 )
             self._grow(self.held + self.kept + count)
@@ -311,7 +311,7 @@ class Pool:
         return [*slots, *fresh]
 
     def free(self, slots: Items[int]) -> None:
-        """Give slots back. Those that another sequence has too stay taken."""
+        """Free slots. Those that another sequence shares stay taken."""
         for slot in slots:
             self._owners[slot] -= 1
             if not self._owners[slot]:
@@ -328,7 +328,7 @@ class Pool:
 
     @torch.inference_mode()
     def wipe(self, slots: Items[int], start: int = 0) -> None:
-        """Make the keys and values of slots zero, in the layers from `start` on."""
+        """Zero the keys and values of slots, in the layers from `start` on."""
         for layer, stored in self._layers.items():
             for part in stored if layer >= start else ():
                 part[:, :, list(slots)] = 0
@@ -338,7 +338,7 @@ class Pool:
         return self._positions[: self.used].copy()
 
     def place(self, sequence: Sequence, draft: Draft) -> Rows:
-        """Give slots to the sequence's tokens that are not computed yet, then to the draft's guesses.
+        """Give slots to the sequence's tokens that are not computed yet, then to the draft tokens.
 
         The last of those tokens is the draft's row 0, so a draft of n rows comes out as the last n rows.
         """
@@ -367,9 +367,9 @@ class Pool:
         sequence.drafted += self.allocate(1)
 
     def chain_from(self, sequence: Sequence, tokens: Items[int], first: int) -> Rows:
-        """The rows of a drafted chain from `first` on. To them, those before are text.
+        """The rows of a draft chain from `first` on. For them, the rows before are part of the sequence.
 
-        `tokens` are the whole chain's. All of the sequence's text but its last token, which is row 0, is computed.
+        `tokens` are the whole chain's. All of the sequence is computed except its last token, which is row 0.
         """
         start = len(sequence.slots)
         text = [*sequence.slots, *sequence.drafted[:first]]
@@ -380,7 +380,7 @@ class Pool:
     def keep(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
         """Make the accepted path part of the sequence, and free the other rows' slots.
 
-        Accepted rows that were not computed here become text that is not computed yet.
+        Accepted rows that were not computed here become tokens that are not computed yet.
         """
         rows = range(len(draft)) if sequence.share is None else sequence.share
         behind = len(sequence.drafted) - len(rows)
@@ -389,12 +389,12 @@ class Pool:
         rejected = set(sequence.drafted).difference(accepted)
         sequence.slots.extend(accepted)
         sequence.drafted, sequence.share = [], None
-        sequence.stable = min(sequence.stable, len(sequence.slots))  # a runtime may have seen the chain as text
+        sequence.stable = min(sequence.stable, len(sequence.slots))  # a runtime may have treated the chain as text
         sequence.tokens.extend(verdict.tokens)
         self.free(sorted(rejected))
 
     def rewrite(self, sequence: Sequence, text: Items[int]) -> None:
-        """Make `text` the sequence's text. What it has in common with the old one stays computed."""
+        """Replace the sequence's tokens. The common prefix stays computed."""
         kept = min(common(sequence.tokens, text[:-1]), len(sequence.slots))  # the last token is a draft's row 0 again
         self.free(sequence.slots[kept:])
         del sequence.slots[kept:]
@@ -403,7 +403,7 @@ class Pool:
 
     @property
     def scratch(self) -> int:
-        """A slot that belongs to nobody: rows that only fill up a fixed number of rows write there."""
+        """A slot without an owner: padding rows write there."""
         return self.capacity
 
     def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -411,7 +411,7 @@ class Pool:
         return self._layers.get(layer)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make room for one layer's keys and values, of the kind of these."""
+        """Allocate storage for one layer's keys and values, like these."""
         self._layers[layer] = (_storage(keys, self.capacity), _storage(values, self.capacity))
         return self._layers[layer]
 
@@ -426,7 +426,7 @@ class Pool:
             for target, source in zip(new, stored, strict=True):
                 target[:, :, : self.capacity] = source[:, :, : self.capacity]
             larger[layer] = new
-        # Only now that nothing can fail: a pool that ran out of memory is as good as before.
+        # Only now that nothing can fail: a pool that ran out of memory stays usable.
         self._layers = larger
         self._positions = np.pad(self._positions, (0, capacity - self.capacity))
         self._owners += [0] * (capacity - self.capacity)
@@ -434,14 +434,14 @@ class Pool:
         self.capacity = capacity
 
     def _rows(self, text: list[int], tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask) -> Rows:
-        """Rows that see all slots of `text`, and `among` themselves what it says."""
+        """Rows that attend to all slots of `text`, and to each other by `among`."""
         numbers = np.array([tokens, positions, slots])
         self._positions[numbers[2]] = numbers[1]
         return Rows(numbers, list(text), among, self)
 
 
 def common(one: Items[int], other: Items[int]) -> int:
-    """How many tokens two texts have in common at their beginning.
+    """The length of the common prefix.
 
     >>> common([1, 2, 3], [1, 2, 4, 5])
     2
@@ -457,9 +457,9 @@ def _begins(slots: list[int], others: list[int]) -> bool:
 
 
 def _goes_on(sequence: Sequence, other: Sequence) -> bool:
-    """Whether a text is longer than the prompt of another that has ended, and begins with it.
+    """Whether a sequence continues a finished one: it is longer than its prompt, and starts with it.
 
-    The same prompt once more is read once more: whoever measures a prompt twice measures the same thing.
+    The same prompt again is prefilled again, so that measuring it twice measures the same thing.
     """
     if not other.grows or len(sequence.tokens) <= other.prompt:
         return False
@@ -467,7 +467,7 @@ def _goes_on(sequence: Sequence, other: Sequence) -> bool:
 
 
 def _computed(sequence: Sequence) -> list[int]:
-    """The tokens of the sequence whose slots are computed."""
+    """The computed tokens of the sequence."""
     return sequence.tokens[: len(sequence.slots) - sequence.asked]
 
 
@@ -477,5 +477,5 @@ def _taken(sequence: Sequence) -> list[int]:
 
 
 def _storage(like: torch.Tensor, capacity: int) -> torch.Tensor:
-    # Zeros, not what lay in memory: a slot that nobody may see still enters the product, and 0 * NaN is NaN.
+    # Zeros, not uninitialized memory: masked slots still enter the product, and 0 * NaN is NaN.
     return like.new_zeros((1, like.shape[1], capacity + 1, like.shape[3]))  # the last is scratch

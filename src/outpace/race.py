@@ -1,6 +1,6 @@
-"""A race: several methods write from one prompt, one after another, and their texts are compared.
+"""A race: several methods decode one prompt, one after another, and their outputs are compared.
 
-Nothing is drawn here. Whoever draws gives `run` a callback; the clock stands still while it works.
+Nothing is drawn here: callers that draw pass a callback to `run`. Its time is not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Race:
 
     @property
     def identical(self) -> bool:
-        """Whether all methods wrote the same tokens."""
+        """Whether all methods generated the same tokens."""
         return all(self.differs_at(run) is None for run in self.runs)
 
     @property
@@ -33,12 +33,12 @@ class Race:
         """The outcome in one line."""
         first = self.runs[0]
         if self.identical:
-            return f"identical: {count(self.runs, 'method')} wrote the same {count(first.token_ids, 'token')}"
+            return f"identical: {count(self.runs, 'method')} generated the same {count(first.token_ids, 'token')}"
         others = [f"{run.method} at token {place}" for run in self.runs if (place := self.differs_at(run)) is not None]
-        return f"different: not the text of {first.method}: {', '.join(others)}"
+        return f"different from {first.method}: {', '.join(others)}"
 
     def differs_at(self, run: Result) -> int | None:
-        """The first new token, counted from 1, where a run leaves the first run's text; None if it never does."""
+        """The first new token, counted from 1, where a run differs from the first run; None if there is none."""
         return first_difference(self.runs[0].token_ids, run.token_ids)
 
     def speed(self, run: Result) -> float:
@@ -47,7 +47,7 @@ class Race:
 
 
 OnStep: TypeAlias = Callable[[int, Result, Step], None]
-"""Told the number of the method, its run so far, and the new step."""
+"""Called with the index of the method, its run so far, and the new step."""
 
 
 def run(
@@ -59,9 +59,9 @@ def run(
     raw: bool = False,
     on_step: OnStep | None = None,
 ) -> Race:
-    """Let each method write from `prompt`, one after another."""
+    """Decode `prompt` with each method, one after another."""
     prepared = [decoder.prepare(method) for method in methods]
-    # The first calls pay for memory and kernels that later ones find ready. Nobody's clock should show that.
+    # The first calls allocate memory and load kernels. That should count for no method.
     for method in prepared:
         few = min(WARM_UP_TOKENS, max_new_tokens)
         decoder.generate(prompt, method=method, max_new_tokens=few, sampling=sampling, raw=raw)

@@ -1,8 +1,8 @@
-"""The losslessness receipt: a trace's text is scored again by plain forwards, and each token picked again.
+"""The losslessness receipt: a trace's text is scored again with plain forward passes, and each token chosen again.
 
-One forward over the whole text rounds differently from the steps that wrote it. So a token counts as right where it is
-picked again, and as a near-tie where it is not, but its score lies within a small tolerance of the best. In exact mode
-it does not: there the bits are the same, and each token must be picked again.
+A forward pass over the whole text rounds differently from the steps that generated it. So a token is right if it is
+chosen again, and a near-tie if it is not, but its score is within a small tolerance of the best. In exact mode the bits
+are the same, and every token must be chosen again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CHUNK = 128  # rows of a forward: their logits are in memory together
 
 @dataclass(frozen=True)
 class Mark:
-    """One token, judged."""
+    """One token, checked."""
 
-    token: int  # as the trace has it
-    picked: int  # as the model picks it again
+    token: int  # in the trace
+    picked: int  # chosen now
     margin: float  # the best score less the second best: how sure the pick is
     behind: float  # the best score less this token's: 0 where it is the best
 
@@ -145,17 +145,19 @@ def _refuse_what_cannot_be_checked(decoder: Decoder, trace: Trace) -> None:
     if (name := mismatch(trace.fingerprint, mine)) is not None:
         other = "other weights" if name == "sample" else f"{name} {trace.fingerprint.get(name)}, not {mine[name]}"
         raise ModelError(
-            f"the trace was written by another model than {decoder.model.name}: one with {other}. Name the right one "
+            f"the trace is of a model other than {decoder.model.name}: one with {other}. Give the right one "
             "with --model."
         )
     if trace.sampling.rule != "keyed" and trace.sampling.temperature > 0:
         raise InputError(
-            f"a text sampled by the rule {trace.sampling.rule!r} depends on what was guessed, so it cannot be picked "
-            "again. Use the rule 'keyed'."
+            f"with the rule {trace.sampling.rule!r} the output depends on the drafts, so it cannot be checked "
+            "afterwards. Use the rule 'keyed'."
         )
     for token in (*trace.prompt, *trace.tokens):
         if not 0 <= token < decoder.model.vocabulary:
-            raise InputError(f"the trace has token id {token}; the model knows 0 to {decoder.model.vocabulary - 1}.")
+            raise InputError(
+                f"the trace has token id {token}; the model's ids are 0 to {decoder.model.vocabulary - 1}."
+            )
     if not trace.prompt or len(trace.prompt) + len(trace.tokens) > decoder.model.context:
         raise InputError(
             f"the trace has {len(trace.prompt)} tokens of prompt and {len(trace.tokens)} of answer; the model takes "
@@ -168,7 +170,7 @@ def _ending_problems(decoder: Decoder, trace: Trace) -> list[str]:
     if not trace.steps or trace.steps[-1].finish is None:
         return ["the text has no end: steps are missing"]
     if trace.stop and decoder.tokenizer is None:
-        raise InputError("a trace with stop strings needs a tokenizer; this decoder has none.")
+        raise InputError("a trace with stop strings needs a tokenizer. Pass one to Decoder.")
     stream = TextStream(decoder.tokenizer, trace.stop) if trace.stop else None
     limit = min(trace.max_new_tokens, decoder.model.context - len(trace.prompt))
     ending = Ending(limit, decoder.ends, stream)

@@ -1,4 +1,4 @@
-"""Numbers from the host to a device, without waiting for what the device computes."""
+"""Asynchronous copies of numbers from the host to a device."""
 
 from __future__ import annotations
 

@@ -1,24 +1,24 @@
-"""From tokens to text as they come, and where the text ends."""
+"""Incremental detokenization, and stop conditions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
+_INCOMPLETE = "\ufffd"  # how tokenizers show incomplete characters
 
 
 class TextStream:
-    """Turns tokens into text piece by piece, whole characters only, and finds stop strings on the way.
+    """Detokenizes incrementally, whole characters only, and finds stop strings.
 
-    Text that may be the beginning of a stop string is held back until that is decided.
+    Text that may be the start of a stop string is held back until that is decided.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens: list[int] = []
-        self._start = 0  # decoding begins here: one piece back, since tokenizers look at what is before a token
+        self._start = 0  # decode from here: one piece back, since tokenizers depend on the token before
         self._shown = 0  # tokens before this are in `text`
         self.text = ""
         self.stopped = False
@@ -27,7 +27,7 @@ class TextStream:
     def push(self, token: int) -> None:
         """Take in one token."""
         self._tokens.append(token)
-        if self._stop:  # otherwise nobody asks before `take`
+        if self._stop:  # otherwise it is not needed before `take`
             self._read()
 
     def finish(self) -> None:
@@ -36,7 +36,7 @@ class TextStream:
         self._stop = ()
 
     def take(self) -> str:
-        """The text that is certain and was not taken before."""
+        """The text that is final and was not taken before."""
         self._read()
         end = len(self.text) - self._undecided()
         taken, self._taken = self.text[self._taken : end], max(end, self._taken)
@@ -69,7 +69,7 @@ class TextStream:
             self.stopped = True
 
     def _undecided(self) -> int:
-        """How many last characters may belong to a stop string that is not complete."""
+        """How many last characters may be the start of a stop string."""
         if self.stopped:
             return 0
         return max(
@@ -84,7 +84,7 @@ class TextStream:
 
 
 class Ending:
-    """Says where a text ends: at an end-of-text token, a stop string, or its greatest length."""
+    """Where a sequence ends: at an end-of-sequence token, a stop string, or its maximum length."""
 
     def __init__(self, limit: int, ends: Collection[int], stream: TextStream | None = None) -> None:
         self._left = limit

@@ -1,4 +1,4 @@
-"""A trace: all that a run did, as one JSON object, so that it can be checked and drawn later.
+"""A trace: everything a run did, as one JSON object, to check or draw it later.
 
 kind, version     "outpace trace", 1
 model             the name to load it by
@@ -56,7 +56,7 @@ class Trace:
 
     @property
     def tokens(self) -> list[int]:
-        """The answer."""
+        """The tokens of the answer."""
         return [token for step in self.steps for token in step.tokens]
 
     def to_json(self) -> dict[str, object]:
@@ -66,7 +66,7 @@ class Trace:
         return {"kind": KIND, "version": VERSION, **values}
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         write_whole(path, json.dumps(self.to_json()))
 
 
@@ -81,7 +81,7 @@ def record(
     stop: Sequence[str] = (),
     model: str | None = None,
 ) -> Trace:
-    """The trace of a run that is over. `model` is the name to load it by, where that is not its own."""
+    """The trace of a finished run. `model` is the name to load the model by, if not its own."""
     sampling_to_json(sampling)  # refuses what cannot be written
     penalty = decoder.sampling_for(sampling, prompt, max_new_tokens).repetition_penalty
     return Trace(
@@ -99,7 +99,7 @@ def record(
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace that was saved. Raises InputError for a file that is none, is cut short, or is of another version."""
+    """Read a trace. Raises InputError for a file that is not a trace, is truncated, or has another version."""
     stored = read_json(path, KIND, VERSION)
     try:
         return Trace(
@@ -115,9 +115,9 @@ def read_trace(path: Path) -> Trace:
             steps=tuple(map(_step, stored["steps"])),
         )
     except KeyError as error:
-        raise InputError(f"{path} is no whole trace: it has no {error}.") from error
+        raise InputError(f"{path} is not a complete trace: it has no {error}.") from error
     except (TypeError, ValueError, IndexError, AttributeError) as error:
-        raise InputError(f"{path} is a broken trace: {error}") from error
+        raise InputError(f"{path} is not a valid trace: {error}") from error
 
 
 def about(engine: Engine) -> dict[str, str]:
@@ -126,7 +126,7 @@ def about(engine: Engine) -> dict[str, str]:
 
 
 def fingerprint_of(model: Model) -> dict[str, Any]:
-    """What tells one model from another; of a model that does not show its embedding, its sizes alone."""
+    """What identifies a model; if its embedding is not accessible, its sizes only."""
     try:
         return fingerprint(model)
     except UnsupportedModel:
@@ -182,9 +182,9 @@ def _step(stored: Mapping[str, Any]) -> Step:
     tokens, parents = _numbers(tree["tokens"]), _numbers(tree["parents"])
     draft = Draft(tokens, parents, _of(int, tree["candidates"]), tuple(tree["sources"]))
     if not (1 <= draft.candidates <= len(tokens) == len(parents) == len(draft.sources)):
-        raise ValueError("a draft's lists are not of one length.")
+        raise ValueError("a draft's lists differ in length.")
     if parents[0] != -1 or any(not 0 <= parent < row for row, parent in enumerate(parents) if row):
-        raise ValueError("a draft's parents form no tree.")
+        raise ValueError("a draft's parents do not form a tree.")
     rows, written = _numbers(stored["rows"]), _numbers(stored["tokens"])
     return Step(written, tuple(stored["sources"]), draft, rows, stored["finish"], dict(stored["seconds"]))
 
@@ -195,5 +195,5 @@ def _numbers(stored: Sequence[Any]) -> tuple[int, ...]:
 
 def _of(kind: Callable[..., Any], value: Any) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{value!r:.40} stands where {'a whole number' if kind is int else 'text'} must be.")
+        raise TypeError(f"{value!r:.40} must be {'a whole number' if kind is int else 'text'}.")
     return value

@@ -1,4 +1,4 @@
-"""Verification: walk down the draft with the target's own choices."""
+"""Verification: walk down the draft tree with the target's own choices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def verify(
     text: Sequence[int],
     finished: Callable[[int], bool],
 ) -> Verdict:
-    """The target chooses after row 0; where a child carries the choice, it chooses there too, and so on.
+    """The target chooses a token after row 0; if a child has that token, it is accepted, and so on from there.
 
-    `text` is the committed text, row 0's token last. `finished` is told each choice and says whether the text
-    ends with it; nothing beyond an end is looked at.
+    `text` are the committed tokens, row 0's last. `finished` is called with each choice and returns whether the
+    sequence ends with it; nothing after an end is considered.
 
-    Every token of the verdict is the target's own choice, so a draft can only change how many come at once.
+    Every token of the verdict is the target's own choice, so a draft only affects how many come at once.
     """
     rows, tokens = [0], list[int]()
     prefix = list(text)

@@ -48,7 +48,7 @@ def read_questions(*paths: Path) -> list[Question]:
     for path in paths:
         entries = list(_entries(path))
         if not entries:
-            raise InputError(f"{path} has no questions: it is empty.")
+            raise InputError(f"{path} is empty. Give a file of questions.")
         found += [_question(entry, place) for place, entry in entries]
     return _numbered(found)
 
@@ -84,7 +84,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             listed = json.loads(text)
         except ValueError as error:
-            raise InputError(f"{path} is no whole JSON list: {error}.") from error
+            raise InputError(f"{path} is not a complete JSON list: {error}.") from error
         for number, entry in enumerate(listed, 1):
             yield f"{path}, entry {number}", entry
         return
@@ -94,7 +94,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise InputError(f"{path}, line {number}: no JSON ({error}).") from error
+            raise InputError(f"{path}, line {number}: not JSON ({error}).") from error
         yield f"{path}, line {number}", entry
 
 
@@ -118,7 +118,7 @@ def _question(entry: Any, place: str) -> Question:
     if "turns" in entry and "category" in entry:
         turns = entry["turns"]
         if not isinstance(turns, list) or not turns:
-            raise InputError(f"{place}: turns must be a list of texts, and not empty.")
+            raise InputError(f"{place}: turns must be a non-empty list of strings.")
         category = str(entry["category"])
         task = category if category in _SPEC_BENCH else "chat"
         return Question(task, 0, tuple(_checked(turn, "turns", place) for turn in turns), _references(entry))
@@ -132,7 +132,7 @@ def _question(entry: Any, place: str) -> Question:
         if text in entry and mark in entry:
             return Question(task, 0, (_checked(entry[text], text, place),), _references(entry, reference))
     raise InputError(
-        f"{place}: this is no entry of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval: it has "
+        f"{place}: this is not an entry of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval: it has "
         f"{', '.join(map(str, entry)) or 'nothing'}. Expected turns and category; question and answer; prompt and "
         "entry_point; prompt and test_list; or skeleton."
     )
@@ -146,5 +146,5 @@ def _references(entry: Mapping[str, Any], name: str = "reference") -> tuple[str,
 
 def _checked(text: Any, name: str, place: str) -> str:
     if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{place}: {name} must be text, and not empty.")
+        raise InputError(f"{place}: {name} must be a non-empty string.")
     return text

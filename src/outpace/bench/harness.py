@@ -41,7 +41,7 @@ class Settings:
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.sampling.rule != "keyed":
-            raise InputError("a bench compares texts, so its samples are drawn by the rule 'keyed'.")
+            raise InputError("a bench compares outputs, so it can only sample with rule='keyed'.")
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain values."""
@@ -110,7 +110,7 @@ class _Bench:
     ) -> None:
         labels = [entry.label for entry in entries]
         if len(set(labels)) < len(labels):
-            raise InputError(f"two entries of the bench are the same: {', '.join(sorted(labels))}.")
+            raise InputError(f"two entries of the bench are the same: {', '.join(sorted(labels))}. Leave one out.")
         self._decoder = decoder
         self._entries = entries
         self._questions = questions

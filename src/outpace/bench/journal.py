@@ -43,7 +43,7 @@ class Journal:
             with suppress(ValueError):
                 found.append(json.loads(text))
         if any(texts) and not (found and all(isinstance(line, dict) for line in found)):
-            raise InputError(f"{self._path} is no file of finished runs. Give another --out, or delete it.")
+            raise InputError(f"{self._path} is not a file of finished runs. Give another --out, or delete it.")
         return found
 
     def _check(self, stored: dict[str, Any], common: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Journal:
                         if old.get(key) != value.get(key)
                     )
                 raise InputError(
-                    f"{self._path} holds runs of another bench: {name} was {old!r:.80}, and is {value!r:.80} now. Give "
+                    f"{self._path} has runs of another bench: {name} was {old!r:.80}, and is now {value!r:.80}. Give "
                     "another --out, or delete the file."
                 )
 

@@ -1,7 +1,7 @@
 """The command line: a file for each subject, a function for each command.
 
-What is asked for goes to standard output, everything else to standard error. torch and transformers take seconds to
-import, so that happens inside the commands, after the arguments are read.
+Results go to standard output, everything else to standard error. torch and transformers take seconds to import, so the
+commands import them only after parsing their arguments.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .training import export, train
 from .writing import generate, verify
 
 FAILED, INTERRUPTED = 2, 130
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what is written elsewhere has errors of its own
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of standard output; other files raise InputError
 
 
 class _Group(TyperGroup):
-    """Turns what a user can mend into one line and an exit code. Anything else is a bug and keeps its traceback."""
+    """Shows errors that a user can fix as one line, with an exit code. Others are bugs and keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:  # Any: whose Context it is depends on the version of typer
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 found = super().invoke(ctx)
-                sys.stdout.flush()  # now, where it can still be an error
+                sys.stdout.flush()  # while an error can still be reported
                 return found
         except OutpaceError as error:
             typer.echo(f"outpace: {error}", err=True)
@@ -47,7 +47,7 @@ class _Group(TyperGroup):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:  # else Python tries once more as it ends
+            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:  # or Python tries to flush again at exit
                 os.dup2(nowhere.fileno(), 1)
             typer.echo(f"outpace: standard output could not be written: {error.strerror}.", err=True)
             raise typer.Exit(FAILED) from error
@@ -57,7 +57,7 @@ class _Group(TyperGroup):
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    """A warning as one line: where in our source it arose is no user's business."""
+    """A warning as one line, without its place in our source."""
     typer.echo(f"outpace: warning: {message}", err=True)
 
 
@@ -81,7 +81,7 @@ COMMANDS = (
     export,
     models,
     doctor,
-)  # as help lists them
+)  # in the order of --help
 for command in COMMANDS:
     app.command()(command)
 
@@ -98,7 +98,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The same text from a Hugging Face causal language model, in fewer steps."""
+    """Lossless speculative decoding for Hugging Face causal language models."""
 
 
 def main() -> None:

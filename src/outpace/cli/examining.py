@@ -1,4 +1,4 @@
-"""`outpace doctor`: what this machine has, which runtime that means, and what is slow and why."""
+"""`outpace doctor`: what this machine has, which runtime it gets, and what is slow and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "triton", "safetensors", "peft", "llguidanc
 
 
 def doctor(as_json: options.Json = False) -> None:
-    """Say what this machine has, how Outpace would run on it, and what could be faster. Put it into a bug report."""
+    """Show what this machine has, how Outpace runs on it, and what could be faster. Include it in bug reports."""
     found = examine()
     if as_json:
         typer.echo(json.dumps(found))
@@ -33,7 +33,7 @@ def doctor(as_json: options.Json = False) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """All that `doctor` prints, by name."""
+    """Everything that `doctor` prints, by name."""
     import torch
 
     from ..heads.shipped import folders
@@ -48,13 +48,17 @@ def examine() -> dict[str, Any]:
     runtime, advice = _runtime(cuda, torch.cuda.get_device_capability(0) if cuda else (0, 0))
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if not gpus and lacks_bfloat16():
-        advice.append("this CPU has no instructions for bfloat16: stay with float32, or ask for --dtype fastest.")
+        advice.append("this CPU has no bfloat16 instructions: use float32 (the default), or --dtype fastest.")
     if not compiler:
-        advice.append("there is no C++ compiler: --runtime compiled and --exact need one on a CPU (apt install g++).")
+        advice.append(
+            "there is no C++ compiler: GGUF files, --runtime compiled and --exact need one on a CPU (apt install g++)."
+        )
     if not folders():
-        advice.append("no trained heads are installed: pip install 'outpace[demo]' brings those of smollm2-135m.")
+        advice.append("no trained heads are installed: pip install 'outpace[demo]' installs those for smollm2-135m.")
     if not any(costs().glob("*.json")):
-        advice.append("nothing is calibrated: `outpace calibrate` lets single methods draft as much as pays here.")
+        advice.append(
+            "nothing is calibrated: `outpace calibrate` sizes the drafts of methods other than auto for this machine."
+        )
     return {
         "outpace": __version__,
         "python": platform.python_version(),
@@ -65,7 +69,7 @@ def examine() -> dict[str, Any]:
         **{name: _version(name) for name in PACKAGES},
         "runtime": runtime,
         "dtype": "bfloat16" if cuda else "float32",
-        "embedded model": "ready" if bundled.is_ready(options.DEFAULT_MODEL) else "fetched at first use",
+        "embedded model": "ready" if bundled.is_ready(options.DEFAULT_MODEL) else "downloaded at first use",
         "trained heads": ", ".join(map(str, folders())) or "none",
         "cache": f"{cache}, {shutil.disk_usage(there).free / 1e9:.0f} GB free",
         "command": sys.argv[0],
@@ -74,9 +78,9 @@ def examine() -> dict[str, Any]:
 
 
 def _runtime(cuda: bool, capability: tuple[int, int]) -> tuple[str, list[str]]:
-    """The runtime that `auto` stands for here, and what would make it a faster one."""
+    """The runtime that `auto` selects here, and what would allow a faster one."""
     if not cuda:
-        return "plain", ["there is no GPU: every extra row of a draft costs time, so gains are smaller than on one."]
+        return "plain", ["there is no GPU: on a CPU every extra draft token costs time, so speedups are smaller."]
     if capability < (8, 0):
         return "plain", [f"the GPU has compute capability {capability[0]}.{capability[1]}; CUDA graphs need 8.0."]
     if _version("triton") == "missing":

@@ -22,7 +22,7 @@ def load_decoder(
     weights: str | None = None,
     usual: bool = False,
 ) -> Decoder:
-    """A decoder that writes plainly: methods are prepared for it. `usual`: with the weights that write fastest."""
+    """A decoder with plain decoding as its default; callers prepare methods for it. `usual`: with the fastest weights."""
     return load_both(model, dtype, device, runtime, exact, weights, usual)[0]
 
 
@@ -55,7 +55,7 @@ def models(as_json: options.Json = False) -> None:
     found = []
     for entry in bundled.MODELS.values():
         folder = bundled.cache_folder() / entry.name
-        state = "ready" if bundled.is_ready(entry.name) else "fetched at first use"
+        state = "ready" if bundled.is_ready(entry.name) else "downloaded at first use"
         if folder.exists() and state != "ready":
             state = "broken: delete the folder"
         found.append([entry.name, state, str(folder), entry.licence, entry.description])
@@ -68,5 +68,5 @@ def models(as_json: options.Json = False) -> None:
     console = console_for_output()
     console.print(table_of(columns, found))
     console.print(
-        "--model also takes the folder of a Hugging Face causal language model, a GGUF file, or a hub id (owner/name)."
+        "--model also takes a folder with a Hugging Face causal language model, a GGUF file, or a hub id (owner/name)."
     )

@@ -1,4 +1,4 @@
-"""`outpace bench`, `outpace reproduce` and `outpace calibrate`: what is measured."""
+"""`outpace bench`, `outpace reproduce` and `outpace calibrate`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def bench(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A file of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval. Default: 48 prompts of our own.",
+            help="A file of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval. Default: 48 built-in prompts.",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The results. Finished runs are kept beside it, in a .jsonl file.")] = Path(
+    out: Annotated[Path, typer.Option(help="The results. Finished runs are kept next to it, in a .jsonl file.")] = Path(
         "results.json"
     ),
     model: options.Model = options.DEFAULT_MODEL,
-    methods: Annotated[str, typer.Option(help="Names with commas between. Plain decoding is always among them.")] = (
+    methods: Annotated[str, typer.Option(help="Comma-separated names. Plain decoding is always included.")] = (
         "prompt-lookup,lookahead,auto"
     ),
     settings: Annotated[
@@ -38,14 +38,14 @@ def bench(
         typer.Option(
             "--set",
             metavar="METHOD.NAME=VALUE",
-            help="A setting of a method. May be repeated; the same one with several values measures each.",
+            help="A setting of a method. May be repeated; several values of one setting are all measured.",
         ),
     ] = [],  # noqa: B006
-    tasks: Annotated[str, typer.Option(help="Names of tasks with commas between. Default: all.")] = "",
+    tasks: Annotated[str, typer.Option(help="Comma-separated names of tasks. Default: all.")] = "",
     each: Annotated[int, typer.Option(help="Take the first N questions of each task; 0: all.")] = 0,
     repeats: Annotated[int, typer.Option(help="How many times each question is run.")] = 1,
     traces: Annotated[
-        Path | None, typer.Option(help="A folder: each new run of ours leaves a trace there, for `outpace verify`.")
+        Path | None, typer.Option(help="A folder for traces of all new runs of ours, for `outpace verify`.")
     ] = None,
     transformers: Annotated[bool, typer.Option(help="Also run transformers' own generate and prompt lookup.")] = True,
     max_new_tokens: options.MaxNewTokens = 128,
@@ -60,9 +60,9 @@ def bench(
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure methods on questions, against plain decoding and transformers. Exit code 1 if a text differs.
+    """Benchmark methods against plain decoding and transformers. Exit code 1 if an output differs.
 
-    A bench that was stopped goes on where it was when it is called again in the same way.
+    To resume a bench that was stopped, run the same command again.
     """
     from ..bench.data import choose_questions, own_questions, read_questions
     from ..bench.entries import Ours, Transformers
@@ -91,13 +91,15 @@ def bench(
     results = assemble(decoder, entries, questions, how, measured)
     write_whole(out, json.dumps(results))
     if measured.resumed:
-        typer.echo(f"{measured.resumed} runs were finished before, in {out.with_suffix('.jsonl')}", err=True)
+        typer.echo(
+            f"{measured.resumed} runs were finished before, and reused from {out.with_suffix('.jsonl')}", err=True
+        )
     if as_json:
         kept = ("version", "date", "about", "settings", "entries", "identical", "summary", "skipped")
         typer.echo(json.dumps({"file": str(out), **{name: results[name] for name in kept}}))
     else:
         print_bench(console_for_output(), results)
-        typer.echo(f"kept in {out}: draw it with `outpace report {out}`", err=True)
+        typer.echo(f"saved in {out}: draw it with `outpace report {out}`", err=True)
     if not results["identical"]:
         raise typer.Exit(1)
 
@@ -107,7 +109,7 @@ def reproduce(
     model: options.Model = options.DEFAULT_MODEL,
     data: Annotated[
         list[Path],
-        typer.Option(help="A file of questions, as for `bench`. May be repeated. Default: 48 prompts of our own."),
+        typer.Option(help="A file of questions, as for `bench`. May be repeated. Default: 48 built-in prompts."),
     ] = [],  # noqa: B006
     short: Annotated[
         bool | None,
@@ -121,12 +123,12 @@ def reproduce(
         list[str],
         typer.Option(
             metavar="NAME=FOLDER",
-            help="Heads in place of those that come with Outpace (exits, medusa, hydra, amphista), or variants to "
-            "compare with: for adadecode `full`, or a domain like `math`; for amphista any name. May be repeated.",
+            help="Heads to use instead of those that come with Outpace (exits, medusa, hydra, amphista), or variants "
+            "to compare: for adadecode `full`, or a domain like `math`; for amphista any name. May be repeated.",
         ),
     ] = [],  # noqa: B006
     answers: Annotated[
-        Path | None, typer.Option(help="amphista: judge heads on these held-out answers too, as `train` keeps them.")
+        Path | None, typer.Option(help="amphista: also evaluate heads on these held-out answers, as saved by `train`.")
     ] = None,
     out: Annotated[Path, typer.Option(help="A folder for tables (.md, .json) and plots (.svg).")] = Path("reproduced"),
     dtype: options.Dtype = None,
@@ -136,9 +138,9 @@ def reproduce(
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure the tables and figures of PAPER, and print them beside the paper's own, with what holds.
+    """Reproduce the tables and figures of PAPER, next to the paper's own, and check its claims.
 
-    Finished runs are kept in the folder `runs` of --out: what was stopped goes on where it was.
+    Finished runs are kept in the folder `runs` of --out: run the same command again to resume.
     """
     from ..bench.data import own_questions, read_questions
     from ..chart import can_plot, progress_bar
@@ -153,9 +155,9 @@ def reproduce(
     if answers is not None:
         extra["answers"] = answers
     if heads and paper == "lookahead":
-        raise InputError("--heads: lookahead has no heads.")
+        raise InputError("--heads: lookahead has no heads. Leave it out.")
     if answers is not None and paper != "amphista":
-        raise InputError("--answers is for amphista alone.")
+        raise InputError("--answers is for amphista only. Leave it out.")
     questions = read_questions(*data) if data else own_questions()
     decoder, loaded = load_both(model, dtype, device, runtime, weights=weights)
     scale = SHORT if short or (short is None and decoder.model.device.type == "cpu") else FULL
@@ -179,7 +181,7 @@ def reproduce(
     else:
         typer.echo(page.read_text(encoding="utf-8"))
         missing = "" if can_plot() else "; plots need matplotlib: pip install 'outpace[bench]'"
-        typer.echo(f"kept in {page} and {page.with_suffix('.json')}{missing}", err=True)
+        typer.echo(f"saved in {page} and {page.with_suffix('.json')}{missing}", err=True)
 
 
 def _split_heads(given: str) -> tuple[str, str]:
@@ -195,14 +197,13 @@ def calibrate(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw all of it to this file (.png, .svg); needs matplotlib.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also plot it to this file (.png, .svg); needs matplotlib.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure what steps cost by rows and context, so that methods asked for by name draft as much as pays here.
+    """Measure the cost of steps by rows and context, so that methods given by name draft as much as pays here.
 
-    Then look at `auto`, which needs no calibration: what it believes of guesses, and what it chose on a few texts.
+    Then show the state of `auto`, which needs no calibration: the acceptance it expects, and what it chose on a few
+    prompts.
     """
     from ..bench.calibration import calibrate as run
     from ..bench.calibration import look
@@ -224,4 +225,4 @@ def calibrate(
     console = console_for_output()
     print_costs(console, curve, decoder)
     print_look(console, seen)
-    typer.echo(f"kept in {path}", err=True)
+    typer.echo(f"saved in {path}", err=True)

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what is read from them in one way."""
+"""Options that several commands share, and how they are read."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ DTYPES = "float32|bfloat16|float16|fastest"
 Model = Annotated[
     str, typer.Option(help="An embedded model (see `outpace models`), a folder, a GGUF file, or a hub id.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Nucleus sampling: from the fewest tokens with this total probability.")]
+MaxNewTokens = Annotated[int, typer.Option(help="The most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")]
+TopP = Annotated[
+    float, typer.Option(help="Nucleus sampling: sample from the fewest tokens with this total probability.")
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text with every method.")]
 Dtype = Annotated[
     str | None,
     typer.Option(
         metavar=DTYPES,
-        help="Default: float32 on a CPU, otherwise bfloat16. fastest: measure both and take the faster.",
+        help="Default: float32 on a CPU, bfloat16 on a GPU. fastest: measure both and use the faster.",
         show_default=False,
     ),
 ]
@@ -41,8 +43,8 @@ Weights = Annotated[
     str | None,
     typer.Option(
         metavar="packed|q8|q4|float32",
-        help="On a CPU: as a GGUF file packs them, or rounded to 8 or 4 bits. Default: packed for *.gguf, and to write "
-        "with an embedded model.",
+        help="On a CPU: quantized as in the GGUF file, or to 8 or 4 bits at load. Default: packed for *.gguf, and for "
+        "decoding with an embedded model.",
         show_default=False,
     ),
 ]
@@ -57,10 +59,10 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Bit-identical logits with every method, at some cost. CUDA, or a CPU in float32.",
+        help="Bit-identical logits with every method, at some cost in speed. On CUDA, or a CPU in float32.",
     ),
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -68,7 +70,7 @@ RUNTIMES = ("auto", "plain", "compiled", "graphs")
 
 
 def method_names() -> list[str]:
-    """The names of all methods, read from their files: importing them takes torch, which takes seconds."""
+    """The names of all methods, read from their source files: importing them would import torch, which is slow."""
     files = (Path(__file__).parent.parent / "methods").glob("*.py")
     return sorted(name for file in files for name in _NAME.findall(file.read_text(encoding="utf-8")))
 
@@ -81,7 +83,7 @@ def check(
     max_new_tokens: int = 1,
     **sampling: Any,
 ) -> None:
-    """Refuse what is wrong at first sight, before torch is imported, which takes seconds."""
+    """Reject obvious mistakes before importing torch, which takes seconds."""
     there = model is None or model in NAMES or Path(model).expanduser().exists()
     if not there and ("/" not in str(model) or str(model).startswith((".", "/", "~"))):
         raise UnknownNameError("model (no such folder or file, and not a hub id like owner/name)", str(model), NAMES)
@@ -99,7 +101,7 @@ def check(
 
 
 def prompt_or_pipe(prompt: str | None) -> str | None:
-    """The prompt, or what is piped in where none is given; None where nothing is."""
+    """The prompt, or standard input if none is given; None if that is a terminal or empty."""
     if prompt is not None:
         return read_prompt(prompt)
     stdin = typer.get_binary_stream("stdin")
@@ -111,9 +113,9 @@ def read_prompt(prompt: str) -> str:
     try:
         if prompt == "-":
             return typer.get_binary_stream("stdin").read().decode()
-        prompt.encode()  # bytes of an argument that are no text arrive as lone surrogates
+        prompt.encode()  # invalid UTF-8 in an argument arrives as lone surrogates
     except UnicodeError as error:
-        raise InputError("the prompt is not UTF-8 text.") from error
+        raise InputError("the prompt is not UTF-8 text. Convert it to UTF-8.") from error
     return prompt
 
 
@@ -126,11 +128,11 @@ def read_text(option: str, path: Path) -> str:
 
 
 def read_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
-    """What the answer must match."""
+    """The grammar that the output must match, if any."""
     from ..grammar import Grammar
 
     if json_schema is not None and regex is not None:
-        raise InputError("--json-schema and --regex do not go together.")
+        raise InputError("--json-schema and --regex cannot be combined. Give one of them.")
     if json_schema is not None:
         return Grammar.json_schema(read_text("--json-schema", json_schema))
     return None if regex is None else Grammar.regex(regex)
@@ -138,7 +140,7 @@ def read_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
 
 @contextmanager
 def spinner(model: str) -> Iterator[None]:
-    """Show on a terminal that a model is being loaded. One that is fetched first has a bar of its own."""
+    """Show on a terminal that a model is being loaded. Downloads have their own progress bar."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -150,5 +152,5 @@ def spinner(model: str) -> Iterator[None]:
 
 
 def listed(names: str) -> list[str]:
-    """Names with commas between."""
+    """Split a comma-separated list."""
     return [name.strip() for name in names.split(",")]

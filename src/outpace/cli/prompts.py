@@ -1,4 +1,4 @@
-"""`--prompts`: a file of prompts, with whatever else its lines say."""
+"""`--prompts`: a file of prompts, and the other fields of its lines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FIELDS = ("prompt", "question", "instruction")
 
 @dataclass(frozen=True)
 class Entry:
-    """One line: the user's turns, what comes before the first, and the other fields, which go to the output."""
+    """One line: the user's turns, the messages before the first, and other fields, copied to the output."""
 
     turns: list[str]
     before: list[dict[str, Any]] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
-    plain: bool = True  # one text, which may go without the chat template
+    plain: bool = True  # a single string, for which the chat template is optional
 
 
 def read_entries(path: Path, system: str, raw: bool) -> list[Entry]:
@@ -41,7 +41,7 @@ def read_entries(path: Path, system: str, raw: bool) -> list[Entry]:
         begins = bool(entry.before) and entry.before[0]["role"] == "system"
         entries.append(entry if begins else Entry(entry.turns, [*first, *entry.before], entry.fields, entry.plain))
     if not entries:
-        raise InputError(f"{path} has no prompts. It needs one JSON object with a prompt a line.")
+        raise InputError(f"{path} has no prompts. Give one JSON object with a prompt per line.")
     return entries
 
 
@@ -51,13 +51,13 @@ def _entry(where: str, line: str) -> Entry:
         if not isinstance(found, dict):
             raise ValueError
     except ValueError:
-        raise InputError(f"{where}: {line[:60]!r} is no JSON object.") from None
+        raise InputError(f"{where}: {line[:60]!r} is not a JSON object.") from None
     if "messages" in found:
         messages = found.pop("messages")
         if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
             raise InputError(f"{where}: messages must be a list of objects with role and content.")
         if messages[-1]["role"] != "user":
-            raise InputError(f"{where}: the last message is of the role {messages[-1]['role']!r}; it must be a user's.")
+            raise InputError(f"{where}: the last message has the role {messages[-1]['role']!r}; it must be 'user'.")
         return Entry([messages[-1]["content"]], messages[:-1], found, plain=False)
     name = next((name for name in ("turns", *FIELDS) if name in found), None)
     turns = found.pop(name) if name else None

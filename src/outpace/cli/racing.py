@@ -1,4 +1,4 @@
-"""`outpace race`, and `outpace report`: races as a page."""
+"""`outpace race`, and `outpace report`, a page of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..methods import Method
     from ..race import Race
 
-# Repeats (the class, its methods) and fresh text in turn: something for every method to guess, and to guess wrong.
+# Repetition (the class, its methods) and new text in turn: easy and hard to draft for every method.
 PROMPT_FOR_RACE = """\
 Write this class with the methods sub, mul and div added:
 
@@ -41,7 +41,7 @@ def race(
         str, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
     ] = PROMPT_FOR_RACE,
     model: options.Model = options.DEFAULT_MODEL,
-    methods: Annotated[str, typer.Option(help="Names with commas between. The first sets the pace.")] = (
+    methods: Annotated[str, typer.Option(help="Comma-separated names. Speeds are relative to the first.")] = (
         "autoregressive,jacobi,prompt-lookup,lookahead,auto"
     ),
     settings: Annotated[
@@ -58,13 +58,11 @@ def race(
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
     raw: options.Raw = False,
-    transformers: Annotated[
-        bool, typer.Option(help="Let transformers' own generate run too, after the methods.")
-    ] = False,
-    page: Annotated[Path | None, typer.Option(help="Also write the race as a page (.html), to play it again.")] = None,
+    transformers: Annotated[bool, typer.Option(help="Also run transformers' own generate, after the methods.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Also write a page (.html) that replays the race.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Let several methods write the same answer, one after another, and compare. Exit code 1 if the texts differ."""
+    """Run several methods on one prompt, one after another, and compare. Exit code 1 if the outputs differ."""
     from ..bench.entries import Task, Transformers
     from ..bench.harness import Settings
     from ..bench.recording import Recorder
@@ -76,7 +74,9 @@ def race(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     check_page(page)
     if transformers and temperature > 0:
-        raise InputError("--transformers needs --temperature 0: generate draws its samples from noise of its own.")
+        raise InputError(
+            "--transformers needs --temperature 0: transformers' generate samples with its own random numbers."
+        )
     chosen = choose_for_race(options.listed(methods), settings, device)
     text = options.read_prompt(prompt)
     decoder, loaded = load_both(model, dtype, device, runtime, exact, weights)
@@ -110,13 +110,13 @@ def race(
 
 
 def report(
-    results: Annotated[Path, typer.Argument(help="A file that `outpace bench` wrote.", show_default=False)],
+    results: Annotated[Path, typer.Argument(help="A file written by `outpace bench`.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
     plot: Annotated[
         Path | None, typer.Option(help="Also draw speeds by task to this file (.png, .svg); needs matplotlib.")
     ] = None,
 ) -> None:
-    """Draw RESULTS as one page: the race, the guesses step by step, charts. It needs no network."""
+    """Show RESULTS as one offline page: the race, the drafts step by step, charts."""
     from ..report import check_page
 
     check_page(out)
@@ -134,7 +134,7 @@ def _write_page(results: Path | dict[str, Any], path: Path) -> None:
 
     left_out = write_report(results, path)
     if left_out:
-        typer.echo(f"to keep the page small, the races on {', '.join(left_out)} are not in it", err=True)
+        typer.echo(f"to keep the page small, it leaves out the races on {', '.join(left_out)}", err=True)
     typer.echo(f"written to {path}: open it in a browser, {path.resolve().as_uri()}", err=True)
 
 

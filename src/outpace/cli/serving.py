@@ -1,4 +1,4 @@
-"""`outpace serve` answers requests, and `outpace chat` talks in the terminal."""
+"""`outpace serve`, a server, and `outpace chat`, a chat in the terminal."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ if TYPE_CHECKING:
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="How to draft, unless a request says otherwise.")] = "auto",
+    method: Annotated[str, typer.Option(help="The drafting method of requests that name none.")] = "auto",
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
     ] = [],  # noqa: B006
-    host: Annotated[
-        str, typer.Option(help="The address to listen at. Any but this machine's own needs --api-key-file.")
-    ] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on. Any but loopback needs --api-key-file.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0 picks a free port.", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file of API keys, one per line.")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: --model.")] = None,
-    max_texts: Annotated[int, typer.Option(help="Texts that are written at the same time.", min=1)] = 64,
-    max_queue: Annotated[int, typer.Option(help="Texts that may wait; further ones are refused.", min=1)] = 256,
-    max_new_tokens: Annotated[int, typer.Option(help="Limit for requests that set none.", min=1)] = 4096,
+    max_texts: Annotated[int, typer.Option(help="Sequences decoded at the same time.", min=1)] = 64,
+    max_queue: Annotated[int, typer.Option(help="Sequences that may wait; requests beyond that get 429.", min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Token limit of chats that set none.", min=1)] = 4096,
     max_length: Annotated[
-        int | None, typer.Option(help="Limit of prompt and answer, in tokens. Shorter limits warm faster.", min=2)
+        int | None, typer.Option(help="Limit of prompt and answer, in tokens. A lower limit warms up faster.", min=2)
     ] = None,
     memory: Annotated[float, typer.Option(help="The share of a GPU's free memory for the KV cache.")] = 0.9,
     slots: Annotated[int, typer.Option(help="Size of the KV cache on a CPU, in tokens.", min=1)] = 2**14,
     keep: Annotated[
         int | None,
-        typer.Option(help="Prefix cache: tokens of ended texts kept for reuse. Default: all on a GPU, else 4096."),
+        typer.Option(
+            help="Prefix cache: tokens of finished sequences kept for reuse. Default: all on a GPU, else 4096."
+        ),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Time limit of a request, in seconds.")] = 600.0,
-    drain: Annotated[float, typer.Option(help="Seconds that open requests have after SIGTERM.")] = 30.0,
+    deadline: Annotated[float, typer.Option(help="Time limit per request, in seconds.")] = 600.0,
+    drain: Annotated[float, typer.Option(help="Seconds for open requests to finish after SIGTERM.")] = 30.0,
     warm: Annotated[bool, typer.Option(help="Compile and capture every batch size before the first request.")] = True,
     dtype: options.Dtype = None,
     weights: options.Weights = None,
@@ -50,7 +52,7 @@ def serve(
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
 ) -> None:
-    """Serve a model to OpenAI's clients, and a page at /."""
+    """Serve a model over OpenAI's protocol, with a chat page at /."""
     from ..serve import check_installed
 
     check_installed()
@@ -103,11 +105,11 @@ def serve(
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
-    method: Annotated[str, typer.Option(help="How to draft.")] = "auto",
+    method: Annotated[str, typer.Option(help="The drafting method.")] = "auto",
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
     ] = [],  # noqa: B006
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens per answer.")] = 1024,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
@@ -117,7 +119,7 @@ def chat(
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer, a second one or Ctrl-D ends the chat; /new begins another."""
+    """Chat with a model. Ctrl-C stops an answer; Ctrl-C again, or Ctrl-D, ends the chat; /new starts another."""
     from ..picking import Sampling
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
@@ -143,7 +145,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line. The prompt goes to standard error, so that answers alone can be kept."""
+    """The lines typed. The prompt goes to standard error, so that standard output has only the answers."""
     stdin = typer.get_text_stream("stdin")
     while True:
         typer.echo("> ", nl=False, err=True)
@@ -153,7 +155,7 @@ def _lines() -> Iterator[str]:
             typer.echo(err=True)
             return
         except UnicodeError as error:
-            raise InputError("what was typed is not UTF-8 text.") from error
+            raise InputError("the input is not UTF-8 text. Convert it to UTF-8.") from error
         if not line:
             typer.echo(err=True)
             return
@@ -161,7 +163,7 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(decoder: Decoder, messages: list[dict[str, str]], asked: dict[str, Any]) -> str:
-    """Write an answer, as it comes, and say how quickly it came. Ctrl-C stops it; what is there stays."""
+    """Print an answer as it comes, then its speed. Ctrl-C stops it; the text so far is kept."""
     from ..board import numbers
 
     result = decoder.begin(decoder.encode(messages))

@@ -1,4 +1,4 @@
-"""`--set`: settings by name, read by the types of their fields, and checked before a model is loaded."""
+"""`--set`: settings by name, converted to the types of their fields, and checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias, get_args, get_type_hints
 from ..errors import InputError, UnknownNameError
 
 Chosen: TypeAlias = tuple[str, dict[str, object]]
-"""A method's name and the settings that are given."""
+"""A method's name and the given settings."""
 
 PLAIN = "autoregressive"
 OF_METHOD = "METHOD.NAME=VALUE, as in --set lookahead.window=5"
@@ -17,7 +17,7 @@ OF_HEADS = "KIND.NAME=VALUE, as in --set amphista.stages=1"
 
 
 def choose_method(name: str | None, settings: Iterable[str], device: str | None) -> Chosen:
-    """The method that writes a text."""
+    """The method for one command."""
     return _chosen(name, dict(map(_split, settings)), device)
 
 
@@ -28,7 +28,7 @@ def choose_for_race(names: Sequence[str], settings: Iterable[str], device: str |
 
 
 def choose_for_bench(names: Sequence[str], settings: Iterable[str], device: str | None) -> list[tuple[str, Chosen]]:
-    """The methods of a bench with their labels: one for each choice of settings. Plain decoding comes first."""
+    """The methods of a bench with their labels, one for each combination of settings. Plain decoding comes first."""
     names = [PLAIN, *(name for name in names if name != PLAIN)]
     given = _grouped(names, settings, "method in this bench", OF_METHOD)
     found = []
@@ -41,7 +41,7 @@ def choose_for_bench(names: Sequence[str], settings: Iterable[str], device: str 
 
 
 def choose_heads(kinds: Sequence[str], settings: Iterable[str]) -> dict[str, dict[str, object]]:
-    """The settings of each kind of heads that is to be trained."""
+    """The settings of each kind of heads to train."""
     from ..heads import TRAINABLE
 
     given = _grouped(kinds, settings, "kind of heads to train", OF_HEADS)
@@ -86,18 +86,18 @@ def _split(setting: str) -> tuple[str, str]:
 
 
 def _last(given: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """One value for each name: the last one given counts."""
+    """One value for each name: the last one given."""
     return {name: values[-1] for name, values in given.items()}
 
 
 def _typed(owner: str, settings: Mapping[str, str], kind: type | None) -> dict[str, object]:
-    """Settings as values of the types that the fields of `kind` have."""
+    """Settings, converted to the types of the fields of `kind`."""
     types = get_type_hints(kind) if kind is not None else {}
     return {name: _convert(owner, name, value, types.get(name)) for name, value in settings.items()}
 
 
 def _convert(owner: str, name: str, value: str, kind: object) -> object:
-    kinds = get_args(kind) or (kind,)  # a store of texts may be a number
+    kinds = get_args(kind) or (kind,)  # `store` is a number or an object
     if bool in kinds:
         if value.lower() not in ("true", "false"):
             raise InputError(f"{owner}: {name}={value!r} must be true or false.")

@@ -14,62 +14,63 @@ from . import options
 from .loading import load_both, load_decoder
 from .settings import choose_heads
 
-WORTHWHILE = 1.1  # times plain decoding, by the estimate, from which on heads are worth their place
+WORTHWHILE = 1.1  # estimated speedup from which heads pay
 
 
 def train(
     kinds: Annotated[
         list[str], typer.Argument(help="medusa, hydra, amphista, block, exits: one or several, trained together.")
     ],
-    out: Annotated[Path, typer.Option(help="Where the heads go, a folder each, and the answers.")],
+    out: Annotated[Path, typer.Option(help="Output folder: a subfolder for each kind of heads, and the answers.")],
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with prompts, or .txt; the model's own answers are trained on. Default: 48 prompts of "
-            "our own, enough to try it.",
+            help="JSON lines with prompts, or .txt; the model's answers to them are the training data. Default: 48 "
+            "built-in prompts, enough to try it.",
             show_default=False,
         ),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     answers: Annotated[
-        Path | None, typer.Option(help="Where answers are kept and found again. Default: in --out.", show_default=False)
+        Path | None,
+        typer.Option(help="Folder where answers are cached for reuse. Default: in --out.", show_default=False),
     ] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="KIND.NAME=VALUE", help="A setting of the heads. May be repeated.")
     ] = [],  # noqa: B006
     updates: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 0,
     minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = 0.0,
-    tokens: Annotated[int, typer.Option(help="Tokens in an optimizer step.")] = 16384,
+    tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 16384,
     rate: Annotated[float, typer.Option(help="Peak learning rate of matrices (Muon).")] = 1e-2,
     vector_rate: Annotated[float, typer.Option(help="Peak learning rate of norms and biases (AdamW).")] = 3e-3,
     weight: Annotated[float, typer.Option(help="Weight of each head's loss, relative to the head before it.")] = 0.8,
     hard: Annotated[
-        float, typer.Option(help="Share of the loss on hard labels, the rest being on the model's distribution.")
+        float, typer.Option(help="Weight of the loss on hard labels; the rest is on the model's distribution.")
     ] = 0.0,
     held_out: Annotated[
         int | None,
         typer.Option(
-            help="Prompts kept back, to measure accuracies on. Default: a tenth, 256 at most.", show_default=False
+            help="Number of held-out prompts, to measure accuracy. Default: a tenth, 256 at most.", show_default=False
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="How many answers to each prompt.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
     more: Annotated[
         float,
-        typer.Option(help="Prompts made of prompts and answers, for each given: turns, translations, summaries."),
+        typer.Option(help="Generated prompts (turns, translations, summaries) per given prompt."),
     ] = 0.5,
     judge: Annotated[
         Path | None,
-        typer.Option(help="Prompts never trained on: answers to them are judged too.", show_default=False),
+        typer.Option(help="Prompts to evaluate on too; never trained on.", show_default=False),
     ] = None,
-    bits: Annotated[int, typer.Option(metavar="16|8", help="Bits of a weight on disk.")] = 16,
-    batch: Annotated[int, typer.Option(help="Batch size when answering; 0: what the memory holds.")] = 0,
-    new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
+    bits: Annotated[int, typer.Option(metavar="16|8", help="Bits per stored weight.")] = 16,
+    batch: Annotated[int, typer.Option(help="Batch size for generating answers; 0: as many as fit in memory.")] = 0,
+    new_tokens: Annotated[int, typer.Option(help="The most tokens per answer.")] = 256,
     answer_minutes: Annotated[
-        float, typer.Option(help="Stop answering after this many minutes; 0: answer everything.")
+        float, typer.Option(help="Stop generating answers after this many minutes; 0: answer everything.")
     ] = 0.0,
     seed: options.Seed = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite heads that are finished in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a training that was stopped.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite finished heads in --out.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the accuracies to this file (.png, .svg); needs matplotlib.")
     ] = None,
@@ -77,9 +78,9 @@ def train(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train heads that draft, on the model's own answers. Ends with a table of held-out accuracies.
+    """Train draft heads on the model's own answers. Prints their accuracy on held-out prompts at the end.
 
-    Ctrl-C stops it after the update that runs, and keeps what is needed to go on with --resume.
+    Ctrl-C stops after the current update; --resume continues from there.
 
     On several GPUs: accelerate launch -m outpace train ...
     """
@@ -123,7 +124,7 @@ def train(
             )
     except KeyboardInterrupt:
         if team.leads and (out / CHECKPOINT).exists():
-            typer.echo(f"\nwhat was learnt is in {out / CHECKPOINT}: go on with --resume", err=True)
+            typer.echo(f"\nthe checkpoint is in {out / CHECKPOINT}: continue with --resume", err=True)
         raise
     if not team.leads:
         return
@@ -143,15 +144,17 @@ def train(
     for name, lines in found.confidence.items():
         print_confidence(console, name, lines)
     for name, (expected, speed) in found.speed.items():
-        word = "" if speed >= WORTHWHILE else ": they will not pay here"
-        console.print(f"{name}: about {expected:.2f} tokens a step on such texts, {speed:.2f} times plain{word}")
-    typer.echo(f"kept in {out}: use them with --method KIND (exits: adadecode) --set heads={out}/KIND", err=True)
+        word = "" if speed >= WORTHWHILE else ": not worth using here"
+        console.print(
+            f"{name}: about {expected:.2f} tokens per step on similar prompts, {speed:.2f} times plain decoding{word}"
+        )
+    typer.echo(f"saved in {out}: use them with --method KIND (exits: adadecode) --set heads={out}/KIND", err=True)
 
 
 def export(
     kind: Annotated[str, typer.Argument(help="medusa")],
     folder: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
-    to: Annotated[str, typer.Option(metavar="vllm|tgi|reference", help="Whose format.")],
+    to: Annotated[str, typer.Option(metavar="vllm|tgi|reference", help="The target format.")],
     heads: Annotated[
         Path | None, typer.Option(help="Trained heads. Default: those that come with Outpace.", show_default=False)
     ] = None,

@@ -1,4 +1,4 @@
-"""`outpace generate` writes texts, and `outpace verify` checks one."""
+"""`outpace generate`, and `outpace verify`, which checks its output."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="The prompt; - reads standard input, as does a pipe without one.", show_default=False),
+        typer.Argument(help="The prompt. Without one, or with -, standard input is read.", show_default=False),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Answer the prompts of this file together, as JSON lines. It has lines of text (.txt), or JSON lines "
-            "with prompt, turns or messages, whose other fields are kept."
+            help="Answer all prompts of this file as a batch; answers are JSON lines. The file has one prompt per line "
+            "(.txt), or JSON lines with prompt, turns or messages; other fields are copied to the output."
         ),
     ] = None,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
     model: options.Model = options.DEFAULT_MODEL,
     method: Annotated[
-        str | None, typer.Option(help="How to draft. Default: auto, which picks for itself.", show_default=False)
+        str | None, typer.Option(help="The drafting method. Default: auto, which adapts itself.", show_default=False)
     ] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
@@ -48,25 +48,25 @@ def generate(
     repetition_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Above 1 discourages tokens of prompt and answer. Default: as in the model's generation_config.",
+            help="Above 1 discourages tokens that are in the prompt or the answer. Default: the model's own.",
             show_default=False,
         ),
     ] = None,
     presence_penalty: Annotated[
-        float, typer.Option(help="Subtracted once from the logit of a token in the answer.")
+        float, typer.Option(help="Subtracted once from the logit of each token that is in the answer.")
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="Subtracted for each time the token occurs in the answer.")
+        float, typer.Option(help="Subtracted from a token's logit once per occurrence in the answer.")
     ] = 0.0,
     seed: options.Seed = 0,
     rule: Annotated[
         str,
         typer.Option(
             metavar="keyed|rejection|typical",
-            help="How samples are drawn: keyed noise, rejection sampling, or typical acceptance (lossy).",
+            help="The sampling rule: keyed noise, rejection sampling, or typical acceptance (lossy).",
         ),
     ] = "keyed",
-    stop: Annotated[list[str], typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = [],  # noqa: B006
+    stop: Annotated[list[str], typer.Option(metavar="TEXT", help="Stop before this string. May be repeated.")] = [],  # noqa: B006
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,
@@ -74,34 +74,32 @@ def generate(
     exact: options.Exact = False,
     parallel: Annotated[
         bool,
-        typer.Option("--parallel", help="Split each draft over the ranks that torchrun started; rank 0 prints."),
+        typer.Option("--parallel", help="Split each draft over the ranks started by torchrun; rank 0 prints."),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(help="With --parallel: fail when a rank is silent for this many seconds.")
+        float, typer.Option(help="With --parallel: fail if a rank does not respond for this many seconds.")
     ] = 120.0,
     raw: options.Raw = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With --json: log probabilities, and this many alternatives a token.", show_default=False),
+        typer.Option(help="With --json: log probabilities, and this many alternatives per token.", show_default=False),
     ] = None,
     json_schema: Annotated[
-        Path | None, typer.Option(help="The answer must be JSON that fits the schema in this file.")
+        Path | None, typer.Option(help="Constrain the answer to the JSON schema in this file.")
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="The answer must match this regular expression as a whole.", show_default=False)
+        str | None, typer.Option(help="Constrain the whole answer to this regular expression.", show_default=False)
     ] = None,
-    prediction: Annotated[
-        Path | None, typer.Option(help="A text that the answer is expected to resemble, to draft from.")
-    ] = None,
+    prediction: Annotated[Path | None, typer.Option(help="A file with an expected answer, to draft from.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="With early exits: also draw which layers ran when, to this .svg file.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Also write all that the run did to this file, for `outpace verify`.")
+        Path | None, typer.Option(help="Also write a trace of the run to this file, for `outpace verify`.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Write an answer to PROMPT, or to each prompt of a file."""
+    """Generate an answer to PROMPT, or to each prompt of a file."""
     chance = {
         "temperature": temperature,
         "top_k": top_k,
@@ -117,15 +115,15 @@ def generate(
     if trace and (json_schema is not None or regex is not None):
         raise InputError("--trace: a grammar cannot be written to a trace. Leave out --json-schema and --regex.")
     if logprobs is not None and not (as_json or prompts):
-        raise InputError("--logprobs are shown by --json, or with --prompts.")
+        raise InputError("--logprobs needs --json or --prompts.")
     if prompts is not None and (prompt is not None or trace or picture or parallel):
-        raise InputError("--prompts has all prompts: PROMPT, --trace, --picture and --parallel do not go with it.")
+        raise InputError("--prompts cannot be combined with PROMPT, --trace, --picture or --parallel.")
     if system and raw:
-        raise InputError("--system needs the chat template, which --raw leaves out.")
+        raise InputError("--system needs the chat template, which --raw turns off. Leave one of them out.")
     entries = None if prompts is None else read_entries(prompts, system, raw)
     text = None if entries is not None else options.prompt_or_pipe(prompt)
     if entries is None and text is None:
-        raise InputError("there is no prompt. Give a PROMPT, pipe one in, or name a file of prompts with --prompts.")
+        raise InputError("there is no prompt. Give a PROMPT, pipe one in, or give a file of prompts with --prompts.")
 
     from ..picking import Sampling
     from ..picture import check_picture, save_staircase
@@ -145,7 +143,7 @@ def generate(
         joined = join(decoder, timeout)
         decoder, silent = joined, joined.ranks.rank > 0
     decoder.method = decoder.prepare(name, **given)
-    how = None if sampling == Sampling() else sampling  # None: a model that asks to be sampled is answered by a warning
+    how = None if sampling == Sampling() else sampling  # None: warn if the model's config asks for sampling
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": how, "stop": stop}
     also: dict[str, Any] = {"logprobs": logprobs, "grammar": grammar}
     if prediction is not None:
@@ -170,14 +168,14 @@ def generate(
 
 
 def verify(
-    trace: Annotated[Path, typer.Argument(help="A file that --trace wrote.", show_default=False)],
+    trace: Annotated[Path, typer.Argument(help="A file written by --trace.", show_default=False)],
     model: Annotated[
-        str | None, typer.Option(help="Default: the model that the trace names.", show_default=False)
+        str | None, typer.Option(help="Default: the model named in the trace.", show_default=False)
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Logits this close count as a tie. Default: by dtype (float32 0.001); 0 for a trace of exact mode.",
+            help="Logits this close count as a tie. Default: by dtype (float32 0.001); 0 for traces of exact mode.",
             show_default=False,
         ),
     ] = None,
@@ -189,7 +187,10 @@ def verify(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Score the text of a trace again with plain forwards, and pick each token again. Exit code 1 on a failure."""
+    """Check a trace: score its text again with plain forward passes, and choose each token again.
+
+    Exit code 1 if the check fails.
+    """
     from ..board import console_for_output
     from ..chart import print_receipt
     from ..receipt import check
@@ -213,7 +214,7 @@ def verify(
 
 
 def _write(decoder: Decoder, tokens: list[int], asked: dict[str, Any], as_json: bool) -> list[Step]:
-    """Write and print: the text as it comes, or at the end one JSON object."""
+    """Generate and print: the text as it comes, or one JSON object at the end."""
     from ..board import numbers
 
     result = decoder.begin(tokens)
@@ -231,22 +232,22 @@ def _write(decoder: Decoder, tokens: list[int], asked: dict[str, Any], as_json: 
 
 
 def _likely(result: Result) -> dict[str, Any]:
-    """The likelihoods of a result's tokens, where they were asked for."""
+    """The log probabilities of a result's tokens, if requested."""
     if not result.logprobs:
         return {}
     return {"logprobs": [{"logprob": entry.chance, "top": dict(entry.best)} for entry in result.logprobs]}
 
 
 def _write_together(decoder: Decoder, entries: list[Entry], asked: dict[str, Any]) -> None:
-    """Write and print: a JSON object for each answer, when it is whole. Exit code 2 if one failed.
+    """Generate and print one JSON object per finished answer. Exit code 2 if one failed.
 
-    The next turn of an entry is begun when the one before it is answered.
+    The next turn of an entry starts when the one before it is answered.
     """
     from ..chart import progress_bar
 
     batch = decoder.batch()
     chats = [[*entry.before] for entry in entries]
-    running: list[tuple[int, int]] = []  # by the number of the text: the entry, and the turn
+    running: list[tuple[int, int]] = []  # by request: its entry and turn
     results: list[Result] = []
 
     def ask(place: int, turn: int) -> None:
@@ -264,7 +265,7 @@ def _write_together(decoder: Decoder, entries: list[Entry], asked: dict[str, Any
         ask(place, 0)
     start, total = perf_counter(), sum(len(entry.turns) for entry in entries)
     done = failed = 0
-    with progress_bar("writing") as show:
+    with progress_bar("generating") as show:
         for number, item in batch:
             result, (place, turn) = results[number], running[number]
             result.seconds = perf_counter() - start
@@ -286,4 +287,4 @@ def _write_together(decoder: Decoder, entries: list[Entry], asked: dict[str, Any
                 chats[place].append({"role": "assistant", "content": result.text})
                 ask(place, turn + 1)
     if failed:
-        raise OutpaceError(f"{failed} of {total} texts failed; their lines have an error.")
+        raise OutpaceError(f"{failed} of {total} answers failed; their lines have an error.")

@@ -66,13 +66,13 @@ class ExitSettings(HeadSettings):
             if getattr(self, name) not in known:
                 raise InputError(f"{name}={getattr(self, name)!r} must be {' or '.join(map(repr, known))}.")
         if self.frequent < 0 or 0 < self.vocabulary < self.frequent:
-            raise InputError(f"frequent={self.frequent} must be 0 (all) or up to the vocabulary's size.")
+            raise InputError(f"frequent={self.frequent} must be 0 (all) to the size of the vocabulary.")
 
     def for_model(self, layers: int, vocabulary: int) -> ExitSettings:
         found = self.layers or spread(self.count, layers)
         check_layers(found, layers)
         if self.output == ORIGINAL:
-            raise InputError("output='original' has nothing to train: it works without files, as heads='original'.")
+            raise InputError("output='original' has nothing to train. Use it untrained, as heads='original'.")
         return replace(self, layers=found, vocabulary=vocabulary)
 
 
@@ -83,9 +83,9 @@ def read_layers(layers: Any) -> tuple[int, ...]:
     except (TypeError, ValueError):
         found = [None]
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found):
-        raise InputError(f"exits at {layers!r}: name them by numbers of layers, like 8,16,24.")
+        raise InputError(f"exits at {layers!r}: give layer numbers, like 8,16,24.")
     if found != sorted(set(found)) or any(layer < 1 for layer in found):
-        raise InputError(f"exits at {layers!r}: the layers must rise, from 1 on, and none may come twice.")
+        raise InputError(f"exits at {layers!r}: layers must be 1 or more, in increasing order, without repeats.")
     return tuple(found)
 
 

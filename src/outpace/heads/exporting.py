@@ -34,11 +34,11 @@ def export(heads: Heads, model: Model, form: str, folder: Path) -> None:
         raise UnknownNameError("format", form, FORMATS)
     if not isinstance(heads, MedusaHeads):
         raise InputError(
-            f"{heads.kind} heads cannot be exported: these formats are for medusa heads alone, and {heads.kind} has no "
+            f"{heads.kind} heads cannot be exported: these formats are for medusa heads only, and {heads.kind} has no "
             "counterpart there."
         )
     if folder.exists():
-        raise InputError(f"{folder} exists. Name a new folder.")
+        raise InputError(f"{folder} exists. Give a new folder.")
     layers = heads.settings.layers
     if form == "vllm":
         config: dict[str, Any] = {
@@ -101,7 +101,7 @@ def load_reference(folder: Path, model: Model) -> MedusaHeads:
     outputs = [weight for name, weight in weights.items() if name.startswith("outputs.")]
     if outputs and outputs[0].shape != (model.vocabulary, model.width):
         raise ModelError(
-            f"the heads in {folder} are for a vocabulary of {outputs[0].shape[0]} tokens and states of width "
+            f"the heads in {folder} are for a vocabulary of {outputs[0].shape[0]} tokens and hidden states of width "
             f"{outputs[0].shape[1]}; {model.name} has {model.vocabulary} and {model.width}."
         )
     settings = MedusaSettings(count=count, layers=layers, own_output=True, vocabulary=model.vocabulary)
@@ -118,7 +118,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(torch.load(old, map_location="cpu", weights_only=True))
     except Exception as error:
-        raise ModelError(f"{old} cannot be read ({error}). It may be cut off: copy it again.") from error
+        raise ModelError(f"{old} cannot be read ({error}). It may be truncated: copy it again.") from error
 
 
 def _renamed(weights: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:

@@ -141,11 +141,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json, with every entry there."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(f"{folder} holds no heads: it has no config.json.")
+        raise ModelError(f"{folder} has no heads: there is no config.json.")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise ModelError(f"{path} is no JSON ({error}). Train or copy the heads again.") from error
+        raise ModelError(f"{path} is not JSON ({error}). Train or copy the heads again.") from error
     needed = {"format", "kind", "settings", "shape", *(item.name for item in fields(Stored))} - {
         "calibration"
     }  # only exits have one
@@ -190,7 +190,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except Exception as error:
-        raise ModelError(f"{file} cannot be read ({error}). It may be cut off: copy it again.") from error
+        raise ModelError(f"{file} cannot be read ({error}). It may be truncated: copy it again.") from error
 
 
 def is_for(folder: Path, model: Model) -> bool:
@@ -203,8 +203,8 @@ def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
     if (name := mismatch(base, mine)) is not None:
         other = "other weights" if name == "sample" else f"{name} {base.get(name)}, not {mine[name]}"
         raise ModelError(
-            f"the heads in {folder} are for another model than {model.name}: one with {other}. Heads work only with "
-            "the model that they were trained for. Train some for this one with `outpace train`."
+            f"the heads in {folder} are for a model other than {model.name}: one with {other}. Heads work only with "
+            "the model they were trained for. Train some for this one with `outpace train`."
         )
 
 

@@ -44,26 +44,26 @@ _checked: WeakKeyDictionary[Model, set[tuple[int, ...]]] = WeakKeyDictionary()  
 
 @dataclass(frozen=True)
 class AdaDecode(Method):
-    """A chain of guesses by heads at middle layers.
+    """A draft chain from early-exit heads at middle layers.
 
     Attributes:
         heads: a folder of trained exits. Without one, those that come with Outpace for the embedded model. "original":
             the model's own output head at the exits, untrained.
         exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
-        control: "calibrated" chooses among the exits by what they are predicted to bring, and lets a guess leave where
-            its measured chances are worth more than it costs; "fixed" asks all exits, and lets a guess leave where its
-            confidence is above `gamma`, as in the paper; "tree" asks one exit, of `exits` the one that is named or the
-            first, for many guesses at each place, and the step computes a tree of the likeliest.
-        gamma: with "fixed", the confidence above which a guess leaves.
-        pending: with "fixed", how many guesses may wait for their other layers.
-        rows: with "tree", how many rows a draft may have.
-        widths: with "tree", how many guesses follow the last token, then each guess that is followed, like "8,3".
-        beam: with "tree", how many guesses are followed from one depth to the next.
-        lookup: with "tree", the share of rows for which guesses that the text repeats itself are looked for.
+        control: "calibrated" selects exits by their predicted speedup, and a token exits where its measured acceptance
+            is worth the cost; "fixed" uses all exits, and a token exits where its confidence is above `gamma`, as in
+            the paper; "tree" uses one exit (the one in `exits`, or the first) for several draft tokens at each
+            position, and verifies a tree of the most likely.
+        gamma: with "fixed", the confidence above which a token exits.
+        pending: with "fixed", how many draft tokens may wait for their remaining layers.
+        rows: with "tree", the most rows of a draft.
+        widths: with "tree", how many draft tokens follow the last token, then each followed draft token, like "8,3".
+        beam: with "tree", how many draft tokens are followed from one depth to the next.
+        lookup: with "tree", the share of rows that may go to prompt lookup.
     """
 
     name = "adadecode"
-    about = "easy tokens leave at middle layers, the layers above run later for many together"
+    about = "easy tokens exit at middle layers; the remaining layers run later for many together"
     controls: ClassVar[tuple[str, ...]] = ("calibrated", "fixed", TREE)
 
     heads: Any = None
@@ -86,7 +86,7 @@ class AdaDecode(Method):
         object.__setattr__(self, "widths", _read_widths(self.name, self.widths))
         if self.control == TREE and len(self.exits) > 1:
             raise InputError(
-                f"{self.name}: exits={self.exits}: with control='tree' one exit is asked. Name one, like exits='4'."
+                f"{self.name}: exits={self.exits}: control='tree' uses a single exit. Give one, like exits='4'."
             )
 
     @property
@@ -116,13 +116,15 @@ class AdaDecode(Method):
         if self.heads is not None:
             folder = Path(self.heads).expanduser()
             if not folder.is_dir():
-                raise ModelError(f"{self.name}: {folder} is no folder of exits. Make one with `outpace train exits`.")
+                raise ModelError(
+                    f"{self.name}: {folder} is not a folder of exits. Create one with `outpace train exits`."
+                )
             return Ready(*load(folder, model, {ExitHeads.kind: ExitHeads}), str(folder))
         if (own := shipped(ExitHeads.kind, model)) is not None:
             return own
         raise ModelError(
             f"{self.name}: there are no trained exits for {model.name}. Train some with `outpace train exits --model "
-            "MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER/exits. Or use the model's own "
+            "MODEL --prompts FILE --out FOLDER`, and give them: --set heads=FOLDER/exits. Or use the model's own "
             f"output head: --set heads=original.{hint()}"
         )
 
@@ -164,7 +166,7 @@ class AdaDecode(Method):
                 speed = f"measured to make {engine.model.name} {measured:.2f}"
             warnings.warn(
                 f"{self.name}: these exits are {speed} times as fast here, "
-                "so the text is written plainly. Train better exits, or measure costs with `outpace calibrate`; "
+                "so they are not used. Train better exits, or measure costs with `outpace calibrate`; "
                 "control='fixed' uses them all the same.",
                 OutpaceWarning,
                 stacklevel=2,
@@ -176,9 +178,9 @@ class AdaDecode(Method):
 
 @dataclass(frozen=True)
 class UnverifiedAdaDecode(AdaDecode):
-    """AdaDecode that believes its exits: what leaves early is never checked. The text is NOT the model's own.
+    """AdaDecode without verification: early-exit tokens are accepted unchecked. The output is NOT the model's own.
 
-    It is there to be compared with. For the settings see AdaDecode.
+    For comparison only. For the settings see AdaDecode.
     """
 
     name = "adadecode-unverified"
@@ -192,15 +194,15 @@ class UnverifiedAdaDecode(AdaDecode):
 
 @dataclass(frozen=True)
 class SelfSpeculative(Method):
-    """The model's own first layers and its output head write ahead, as a draft model would. Nothing is trained.
+    """The model's own first layers and output head are the draft model. Nothing is trained.
 
     Attributes:
-        exit: how many layers they are; 0 is half of the model.
-        length: how many tokens they write ahead; 0 is plain decoding.
+        exit: the number of layers; 0 is half of the model.
+        length: how many tokens they draft; 0 is plain decoding.
     """
 
     name = "self-speculative"
-    about = "the model's own first layers write ahead"
+    about = "the model's own first layers draft"
     sizes = (Size({"length": 5}, rows=6, tokens=1.09), Size({"length": 0}, rows=1, tokens=1.0))
 
     exit: int = 0
@@ -456,7 +458,7 @@ def _read_widths(name: str, widths: Any) -> tuple[int, ...]:
     whole = all(isinstance(width, int) and not isinstance(width, bool) and 1 <= width <= WIDEST for width in found)
     if not whole or not 1 <= len(found) <= DEEPEST:
         raise InputError(
-            f"{name}: widths={widths!r} must be 1 to {DEEPEST} numbers of guesses from 1 to {WIDEST}, like 8,3."
+            f"{name}: widths={widths!r} must be 1 to {DEEPEST} numbers of draft tokens, each 1 to {WIDEST}, like 8,3."
         )
     return tuple(found)
 
@@ -464,9 +466,9 @@ def _read_widths(name: str, widths: Any) -> tuple[int, ...]:
 def _check_fit(name: str, heads: Any, model: Model) -> None:
     if heads.shape.width != model.width or heads.layers[-1] >= model.layers:
         raise ModelError(
-            f"{name}: these exits stand after layers {', '.join(map(str, heads.layers))} and read states of width "
+            f"{name}: these exits are after layers {', '.join(map(str, heads.layers))} and read hidden states of width "
             f"{heads.shape.width}; {model.name} has {model.layers} layers of width {model.width}. Exits work only with "
-            "the model that they were trained for."
+            "the model they were trained for."
         )
 
 
@@ -491,5 +493,7 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
         together = engine.score(sequence, chain(text[0], text[1:], "")).logits
     spread_ = (together.float() - together.float().mean(-1, keepdim=True)).norm()
     if not (apart.float() - together.float()).norm() < 0.05 * spread_:  # also when it is NaN
-        raise UnsupportedModel(f"{model.name} cannot be run in parts, so its layers cannot be deferred.")
+        raise UnsupportedModel(
+            f"{model.name} cannot run some of its layers only, so they cannot be deferred. Use another method."
+        )
     _checked[model].add(exits)

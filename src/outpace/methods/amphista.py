@@ -12,5 +12,5 @@ class Amphista(Headed):
     """Drafts with heads of the kind `amphista`. For the settings see Headed."""
 
     name = "amphista"
-    about = "trained heads guess ahead and attend to each other"
+    about = "trained heads predict tokens ahead and attend to each other"
     kind = "amphista"

@@ -53,22 +53,22 @@ NODES = 256  # guesses that are considered: so many are planted quickly
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """Guesses what the text repeats, what the model ranked next before, and what trained heads say, in one tree.
+    """Drafts from matches in the text, the model's earlier top-ranked tokens, and trained heads, in one tree.
 
-    What to believe of each is learnt while texts are written, for each model, and remembered. A step has as many rows
-    as bring the most tokens a second here; where guesses do not pay, one.
+    The acceptance rate of each source is learnt while decoding, and stored per model. Each step has as many rows as
+    give the most tokens per second on this machine; where drafting does not pay, one.
 
     Attributes:
         heads: a folder of trained heads. Without one, those that come with Outpace for the model; False for none.
-        rows: the most rows of a step, that is of a draft tree.
-        carried: whether a text begins with what the model said in the one before it, where tokens come again.
-        store: how many tokens of earlier texts are looked through for guesses, too, the newest; 0 for none. They are
-            those that were written with this very method, on the same decoder, and are kept in memory alone. Where
-            one user's text must not be drafted from another's, give each a method of their own.
+        rows: the most rows of a draft tree.
+        carried: whether top-ranked next tokens are remembered from one sequence to the next.
+        store: also search this many of the newest tokens of earlier sequences; 0 for none. They are those decoded with
+            this very object on the same decoder, and stay in memory. If one user's text must not be used to draft
+            another's, give each user an object of their own.
     """
 
     name = "auto"
-    about = "all that can guess for this model in one tree, as large as pays"
+    about = "all sources for this model in one draft tree, sized by what pays"
 
     heads: Any = None
     rows: int = 64
@@ -81,7 +81,9 @@ class Auto(Method):
         if self.heads == "false":  # as `--set auto.heads=false` has it
             object.__setattr__(self, "heads", False)
         if self.heads is True:
-            raise InputError(f"{self.name}: heads=True must be a folder of trained heads, or False for none.")
+            raise InputError(
+                f"{self.name}: heads=True is not valid: give a folder of trained heads, or False for none."
+            )
 
     def prepare(self, model: Model) -> Method:
         if not model.branches:  # it computes chains only

@@ -14,10 +14,10 @@ from .base import Drafter, Method
 
 @dataclass(frozen=True)
 class Autoregressive(Method):
-    """No guesses: the draft is the last token alone."""
+    """Plain decoding: nothing is drafted."""
 
     name = "autoregressive"
-    about = "plain decoding, one token a step"
+    about = "plain decoding, one token per step"
 
     @property
     def branches(self) -> bool:

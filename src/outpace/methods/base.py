@@ -1,4 +1,4 @@
-"""What a method is: a frozen config, and a drafter with three verbs that it starts for each text."""
+"""The base of methods: a frozen config, and a drafter that it creates for each sequence."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .ngrams import History
 
 
 class Drafter(AbstractContextManager["Drafter"]):
-    """A method at work on one text. As a context manager it gives back what it holds."""
+    """A method's state for one sequence. As a context manager it frees what it holds."""
 
-    history: History  # of those that guess that the text repeats itself
-    extends: bool = True  # whether its drafts may get further rows before they are scored
-    asks: bool = False  # whether it has the target compute something while it drafts
+    history: History  # of drafters with prompt lookup
+    extends: bool = True  # whether rows may be added to its drafts before scoring
+    asks: bool = False  # whether drafting needs forward passes of the target
 
     def __init__(self, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         self.engine = engine
@@ -34,20 +34,20 @@ class Drafter(AbstractContextManager["Drafter"]):
         self.picker = picker
 
     def draft(self, room: int) -> Draft:
-        """Propose a tree below the last token, at most `room` deep."""
+        """A draft tree below the last token, at most `room` deep."""
         raise NotImplementedError
 
     def drafting(self, room: int) -> Asking[Draft]:
-        """`draft`, for methods that have the target compute something for it: they ask for work."""
+        """`draft`, for methods that need forward passes of the target: they yield the work."""
         return self.draft(room)
         yield
 
     def score(self, draft: Draft) -> Asking[Scores]:
-        """Have the model compute every row, by asking for the work."""
+        """Have the model compute every row, by yielding the work."""
         return self.engine.scoring(self.sequence, draft)
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
-        """See what happened. The verdict's tokens are part of the sequence by now."""
+        """Learn from the step. The verdict's tokens are part of the sequence by now."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -57,67 +57,67 @@ class Drafter(AbstractContextManager["Drafter"]):
 
 @dataclass(frozen=True)
 class Size:
-    """Settings of a method that go together, and what they came to on the embedded model (docs/log.md)."""
+    """A combination of settings, and its results on the embedded model (docs/log.md)."""
 
     settings: dict[str, object]
-    rows: int  # rows a step
-    tokens: float  # tokens a step
+    rows: int  # rows per step
+    tokens: float  # tokens per step
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft. Its fields are its settings.
+    """A drafting method. Its fields are its settings.
 
     A method can be given to transformers: `model.generate(**inputs, custom_generate=outpace.Lookahead())`.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
-    lossless: ClassVar[bool] = True  # whether the text is the target's own
-    sizes: ClassVar[tuple[Size, ...]] = ()  # where the cost of a step decides between settings
+    lossless: ClassVar[bool] = True  # whether the output is the target's own
+    sizes: ClassVar[tuple[Size, ...]] = ()  # settings to choose from by the cost of a step
 
     @property
     def branches(self) -> bool:
-        """Whether drafts may be trees, which some models cannot compute."""
+        """Whether drafts may be trees, which some models do not support."""
         return True
 
     @property
     def dealt(self) -> bool:
-        """Whether drafts can be dealt out to several ranks: trees that come from tokens alone."""
+        """Whether drafts can be split over ranks: trees that depend on tokens alone."""
         return False
 
     @property
     def shares(self) -> bool:
-        """Whether a text may begin with slots that another text has computed."""
+        """Whether a sequence may reuse the KV slots of another (prefix caching)."""
         return True
 
     @property
     def reader(self) -> object:
-        """Heads whose states must lie in the slots that a text begins with, where the host drafts; None for none."""
+        """Heads whose state must be in reused KV slots, where the host drafts; None for none."""
         return None
 
     def prepare(self, model: Model) -> Method:
-        """Check that the method works with `model`, and load what it needs. A prepared method stays as it is."""
+        """Check that the method works with `model`, and load what it needs. No effect on a prepared method."""
         if self.branches and not model.branches:
             raise UnsupportedModel(
-                f"{model.name} computes chains of tokens only (its positions are counted from the mask), and "
+                f"{model.name} supports draft chains only (it derives positions from the mask), and "
                 f"{self.name} drafts trees. Use autoregressive, jacobi, draft-model, or prompt-lookup with tree=false."
             )
         return self
 
     def plan(self, engine: Engine) -> Plan | None:
-        """How whole steps are drafted without the host; None where the host must draft."""
+        """How to draft in a captured step, without the host; None if the host must draft."""
         return None
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
-        """Begin a text."""
+        """Create the drafter of a sequence."""
         raise NotImplementedError
 
     def remember(self, model: Model, text: Items[int]) -> None:
-        """A text of this model has ended: its tokens, the prompt's included."""
+        """Called with the tokens of a sequence that has ended, prompt included."""
 
     def check(self, **limits: tuple[float, float]) -> None:
-        """Raise InputError for a setting of the wrong type or outside its limits, both included.
+        """Raise InputError for a setting of the wrong type or outside its limits (inclusive).
 
         Float limits allow fractions.
         """
@@ -143,14 +143,14 @@ class Method:
         **kwargs: Any,
     ) -> Any:
         """The hook for transformers' `generate(custom_generate=...)`."""
-        from ..hook import generate  # a method knows nothing of what lies above it but this door
+        from ..hook import generate  # the only import of a higher layer
 
         kwargs["stop_strings"] = stop_strings
         return generate(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
 
 def prices_of(price: Prices | None, rows: int, device: torch.device) -> torch.Tensor | None:
-    """[rows] what steps cost by their rows, where it was measured."""
+    """[rows] the cost of steps by rows, if measured."""
     if price is None:
         return None
     return torch.tensor([price(count) for count in range(1, rows + 1)], device=device)
@@ -162,7 +162,7 @@ def settings(method: type[Method]) -> list[str]:
 
 
 def build(method: type[Method], given: dict[str, object]) -> Method:
-    """A method with settings by name; unknown ones are refused."""
+    """A method with settings by name. Raises UnknownNameError for unknown ones."""
     for name in given:
         if name not in settings(method):
             raise UnknownNameError(f"setting of {method.name}", name, settings(method))

@@ -13,7 +13,7 @@ class Block(Headed):
     """Drafts with heads of the kind `block`. For the settings see Headed."""
 
     name = "block"
-    about = "trained layers guess several tokens in one pass, and say how sure they are"
+    about = "trained layers draft several tokens in one pass, with a confidence each"
     kind = "block"
 
     top: int = CANDIDATES

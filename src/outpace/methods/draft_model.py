@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft model: a smaller model writes ahead, the target checks."""
+"""Speculative decoding with a draft model: a smaller model drafts, the target verifies."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .base import Drafter, Method
 
 @dataclass(frozen=True)
 class DraftModel(Method):
-    """A chain of guesses from a smaller model with the same vocabulary.
+    """A draft chain from a smaller model with the same vocabulary.
 
     Attributes:
         model: a hub id, a folder, the name of an embedded model, or a loaded transformers model.
-        length: how many tokens it writes ahead.
+        length: how many tokens it drafts.
     """
 
     name = "draft-model"
-    about = "a smaller model writes ahead"
+    about = "a smaller model drafts"
 
     model: Any = None
     length: int = 5
@@ -41,7 +41,7 @@ class DraftModel(Method):
         self.check(length=(1, 64))
         if self.model is None:
             raise InputError(
-                "draft-model: no model given. Name a smaller model with the same vocabulary: --set model=ID_OR_FOLDER, "
+                "draft-model: no model given. Give a smaller model with the same vocabulary: --set model=ID_OR_FOLDER, "
                 "or DraftModel(model=...) in Python."
             )
 
@@ -68,8 +68,8 @@ class DraftModel(Method):
             ahead = engine.beside(small)
         except torch.OutOfMemoryError:
             warnings.warn(
-                f"draft-model: no memory for a KV cache of {small.name} beside that of {engine.model.name}. The host "
-                "stands between the two, and texts are written more slowly. Give the KV cache a smaller share of the "
+                f"draft-model: no memory for a KV cache of {small.name} in addition to {engine.model.name}'s. The host "
+                "runs the two in turn, which is slower. Give the KV cache a smaller share of the "
                 "memory: Decoder(..., memory=0.3).",
                 OutpaceWarning,
                 stacklevel=2,

@@ -67,7 +67,7 @@ def load_heads(name: str, heads: Any, model: Model) -> Ready:
         return Ready(heads.copied(model.device, model.dtype), Stored({}))
     folder = Path(heads).expanduser()
     if not folder.is_dir():
-        raise ModelError(f"{name}: {folder} is no folder of heads. Make one with `outpace train`.")
+        raise ModelError(f"{name}: {folder} is not a folder of heads. Create one with `outpace train`.")
     if is_reference(folder):
         return Ready(load_reference(folder, model), Stored({}), str(folder))
     return Ready(*load(folder, model, KINDS), str(folder))
@@ -77,8 +77,8 @@ def check_width(name: str, heads: Heads, model: Model) -> None:
     """Heads must fit the model."""
     if heads.shape.width != model.width:
         raise ModelError(
-            f"{name}: these heads read states of width {heads.shape.width}; those of {model.name} have "
-            f"{model.width}. Heads work only with the model that they were trained for."
+            f"{name}: these heads read hidden states of width {heads.shape.width}; those of {model.name} have "
+            f"{model.width}. Heads work only with the model they were trained for."
         )
 
 
@@ -88,21 +88,19 @@ class Headed(Method):
 
     Attributes:
         heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
-        rows: how many rows a draft may have.
-        lookup: the share of them that may go to guesses that the text repeats itself, as prompt lookup has them; none
-            with a tree of your own.
-        recycled: how many tokens are remembered after each token: those that the model ranked next when it last
-            computed a row with it, be it a rejected one. They are guesses where the token comes again; none with a tree
-            of your own. More tokens a step, and more to do for each: on a GPU no faster so far, on a CPU slower.
-        tree: "confidence" grows a tree for each step from what the heads believe; "measured" takes the same tree at
-            every step, the one stored with the heads, likeliest by their measured accuracies; or paths of ranks, like
+        rows: the most rows of a draft.
+        lookup: the share of rows that may go to prompt lookup; 0 with a tree of your own.
+        recycled: also draft the model's top-ranked next tokens from when it last computed the same token, accepted or
+            not: how many per token; 0 with a tree of your own. More tokens per step, but more work: no faster so far
+            on a GPU, slower on a CPU.
+        tree: "confidence" builds a tree in each step from the heads' probabilities; "measured" uses one fixed tree,
+            stored with the heads, the most likely by their measured accuracies; or paths of ranks, like
             [[0], [0, 0], [1]].
-        top: how many guesses of a head are considered.
+        top: how many top tokens of a head are considered.
         beam: how many paths are followed from one depth to the next.
-        coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
-        priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
-            Where that found the method slower than plain decoding, heads are not asked, unless they or the tree are
-            yours.
+        coupled: when sampling, rank a head's tokens with the noise that the target will sample with.
+        priced: draft as many of these rows as pay, if step costs were measured (`outpace calibrate`). If the method
+            was then slower than plain decoding, heads are not used, unless you give heads or a tree.
     """
 
     kind: ClassVar[str]
@@ -135,7 +133,9 @@ class Headed(Method):
                     f"Leave out paths of more than {ready.heads.count} ranks."
                 )
             if widest >= model.vocabulary:
-                raise InputError(f"{self.name}: the tree has rank {widest}; there are {model.vocabulary} tokens.")
+                raise InputError(
+                    f"{self.name}: the tree has rank {widest}; the vocabulary has {model.vocabulary} tokens."
+                )
         if method.tree == "measured" and not ready.about.tree:
             raise InputError(f"{self.name}: these heads have no measured accuracies. Use tree='confidence'.")
         return replace(method, heads=ready)
@@ -152,7 +152,7 @@ class Headed(Method):
             return own
         raise ModelError(
             f"{self.name}: there are no trained heads for {model.name}. Train some with `outpace train {self.kind} "
-            f"--model MODEL --prompts FILE --out FOLDER`, and name them: --set heads=FOLDER.{hint()}"
+            f"--model MODEL --prompts FILE --out FOLDER`, and give them: --set heads=FOLDER.{hint()}"
         )
 
     @property
@@ -214,7 +214,7 @@ class _Drafter(Drafter):
         if self.idle:
             warnings.warn(
                 f"{method.name}: with these heads {engine.model.name} was measured to be {pace:.2f} times as fast as "
-                "plain decoding here, so they are not asked, and the text is only looked through for repetitions. "
+                "plain decoding here, so they are not used; drafts come from lookups in the text only. "
                 "priced=False uses them all the same.",
                 OutpaceWarning,
                 stacklevel=2,
@@ -459,7 +459,7 @@ def read_tree(name: str, tree: Any) -> tuple[Ranks, ...]:
         )
     for path in sorted(paths):
         if len(path) > 1 and path[:-1] not in paths:
-            raise InputError(f"{name}: the tree has the path {path} but not {path[:-1]}, where it begins.")
+            raise InputError(f"{name}: the tree has the path {path} but not its parent {path[:-1]}.")
     return tuple(dict.fromkeys(paths))
 
 

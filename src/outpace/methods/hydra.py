@@ -12,7 +12,7 @@ class Hydra(Headed):
     """Drafts with heads of the kind `hydra`. For the settings see Headed."""
 
     name = "hydra"
-    about = "trained heads guess ahead, one after another"
+    about = "trained heads predict tokens ahead, one after another"
     kind = "hydra"
 
     beam: int = 16

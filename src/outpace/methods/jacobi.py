@@ -20,11 +20,11 @@ class Jacobi(Method):
     """Fixed-point iteration on the next `window` tokens (arXiv 2402.02057, Algorithm 1).
 
     Attributes:
-        window: how many future tokens are guessed and corrected together; 0 is plain decoding.
+        window: how many future tokens are refined in parallel; 0 is plain decoding.
     """
 
     name = "jacobi"
-    about = "corrects a block of guesses in parallel until it stands still"
+    about = "refines a block of draft tokens in parallel until it no longer changes"
     sizes = (Size({"window": 16}, rows=17, tokens=1.05), Size({"window": 0}, rows=1, tokens=1.0))
 
     window: int = 16

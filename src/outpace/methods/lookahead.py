@@ -43,25 +43,25 @@ PUBLISHED: dict[str, Any] = {"longest_key": 1, "reach": 0, "recycle": False}  # 
 class Lookahead(Method):
     """Lookahead Decoding.
 
-    Where the cost of a step by rows was measured (`outpace calibrate`), window, ngram and guesses are chosen by it
-    unless they are given, and a window of one column leaves only guesses that pay.
+    If step costs were measured (`outpace calibrate`), they determine window, ngram and guesses unless these are given.
+    With a window of one column, only as much is drafted as pays.
 
     Attributes:
-        window: W, how many future positions are guessed in parallel.
+        window: W, how many future positions the window covers.
         ngram: N, the length of the collected n-grams.
-        guesses: G, the most n-grams verified in a step; also how many the pool keeps under one token.
-        prompt_pool: also guess from the prompt and the answer so far.
-        longest_key: how many last tokens a guess may be looked up by; 1 is the paper's pool.
-        reach: how far a guess from the prompt and the answer may go. 0: they are cut in n-grams for the pool, as in the
-            paper.
-        recycle: remember what the model says after every row, the rejected ones too, not after the window alone.
-        published: the paper's algorithm alone. Otherwise the window's rows may be accepted too, not just the pool's
-            n-grams, and guesses are made before all levels of the window are filled. `longest_key`, `reach` and
-            `recycle` are then 1, 0 and False; with `prompt_pool` the paper's "prompt as reference".
+        guesses: G, the most n-grams verified per step; also how many the pool keeps per first token.
+        prompt_pool: also draft from the prompt and the answer so far.
+        longest_key: the most last tokens to look up by; 1 is the paper's pool.
+        reach: the longest continuation drafted from prompt and answer. 0: they are cut into n-grams for the pool, as
+            in the paper.
+        recycle: collect n-grams from the model's output at every row, rejected ones too, not just in the window.
+        published: the paper's algorithm only: `longest_key`, `reach` and `recycle` are 1, 0 and False; `prompt_pool` is
+            the paper's "prompt as reference". Otherwise rows of the window may be accepted too, not just the
+            pool's n-grams, and drafting starts before all levels of the window are filled.
     """
 
     name = "lookahead"
-    about = "n-grams from the model's own guesses about the future"
+    about = "n-grams of the model's own Jacobi trajectory"
     sizes = (
         Size({"window": 15, "ngram": 5, "guesses": 15}, rows=108, tokens=2.49),
         Size({"window": 7, "ngram": 4, "guesses": 7}, rows=42, tokens=2.27),
@@ -84,8 +84,8 @@ class Lookahead(Method):
             for item in fields(self):
                 if item.name in PUBLISHED and getattr(self, item.name) not in (item.default, PUBLISHED[item.name]):
                     raise InputError(
-                        f"lookahead: {item.name}={getattr(self, item.name)} is not the paper's. Leave it out, or leave "
-                        "out published."
+                        f"lookahead: {item.name}={getattr(self, item.name)} is not in the paper. Leave out this "
+                        "setting, or published."
                     )
                 object.__setattr__(self, item.name, PUBLISHED.get(item.name, getattr(self, item.name)))
 

@@ -12,5 +12,5 @@ class Medusa(Headed):
     """Drafts with heads of the kind `medusa`. For the settings see Headed."""
 
     name = "medusa"
-    about = "trained heads guess ahead, each on its own"
+    about = "trained heads predict tokens ahead, independently"
     kind = "medusa"

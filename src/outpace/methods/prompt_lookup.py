@@ -26,23 +26,23 @@ NAME = "lookup"
 
 @dataclass(frozen=True)
 class PromptLookup(Method):
-    """Guesses what followed the text's end elsewhere in it, the likeliest merged in one tree.
+    """Drafts what followed the last tokens earlier in the text; the most likely continuations form one tree.
 
     Attributes:
-        longest: how many last tokens are compared; longer matches count more.
-        rows: how many rows a draft may have.
-        depth: how many tokens it may look ahead.
-        gate: the least chance that the best guess must have; below it the draft is empty. Raise it where rows cost
-            time.
-        priced: draft as many of these rows as pay, where the cost of a step by rows was measured (`outpace calibrate`).
-        tree: False for the likeliest chain alone.
-        store: how many tokens of earlier texts are looked through too: those that were written with this very method.
-        recycled: how many tokens are remembered after each token: those that the model ranked next when it last
-            computed it, accepted or not. They are guessed too; 0 for none.
+        longest: the longest match of last tokens; longer matches count more.
+        rows: the most rows of a draft.
+        depth: the most tokens to look ahead.
+        gate: the least acceptance probability of the best draft token; below it nothing is drafted. Raise it where rows
+            cost time.
+        priced: draft as many of these rows as pay, if step costs were measured (`outpace calibrate`).
+        tree: False for the most likely chain only.
+        store: also search this many tokens of earlier sequences, those decoded with this very object; 0 for none.
+        recycled: also draft the model's top-ranked next tokens from when it last computed the same token, accepted or
+            not: how many per token; 0 for none.
     """
 
     name = "prompt-lookup"
-    about = "guesses that the text repeats itself"
+    about = "drafts repetitions of the text so far"
 
     longest: int = 4
     rows: int = 64

@@ -20,9 +20,9 @@ def read_adapter(folder: Path) -> str | None:
     try:
         base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
-        raise ModelError(f"{path} is no JSON of an adapter: {error}.") from error
+        raise ModelError(f"{path} is not an adapter's JSON: {error}.") from error
     if not base or not isinstance(base, str):
-        raise ModelError(f"{path} names no base model. Write its folder or hub id to base_model_name_or_path.")
+        raise ModelError(f"{path} names no base model. Put its folder or hub id in base_model_name_or_path.")
     return base
 
 
@@ -33,8 +33,8 @@ def base_of(model: Any) -> Any:
     for name, config in model.peft_config.items():
         if getattr(config, "is_prompt_learning", False):
             raise UnsupportedModel(
-                f"the adapter {name!r} ({config.peft_type}) puts tokens before the prompt that are no words, which "
-                "Outpace cannot. Adapters inside of layers work, such as LoRA."
+                f"the adapter {name!r} ({config.peft_type}) prepends virtual tokens to the prompt, which "
+                "Outpace does not support. Use an adapter inside the layers, such as LoRA."
             )
     return model.get_base_model()
 

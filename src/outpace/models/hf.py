@@ -206,7 +206,7 @@ class HFModel:
                 if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
                     return str(name)
         raise UnsupportedModel(
-            f"{self.name}: no module leads from the last layer to the output head, so heads cannot draft for it."
+            f"{self.name}: no module maps the last layer to the output head, so heads cannot draft for it."
         )
 
     def _functions(self) -> AbstractContextManager[object]:
@@ -339,7 +339,7 @@ class HFModel:
                 break
         else:
             raise UnsupportedModel(
-                f"{type(self._mirror).__name__} keeps its {self.layers} layers in no list that Outpace can find."
+                f"{type(self._mirror).__name__} does not keep its {self.layers} layers in a list that Outpace can find."
             )
         for child in decoder.children():  # norms, above all
             if not isinstance(child, nn.ModuleList | nn.Embedding) and any(True for _ in child.parameters()):
@@ -370,9 +370,9 @@ class HFModel:
             limit = min(4 * _disagreement(apart[:1], alone), most)
         if not (error < limit and seen < slight):  # also when one is NaN
             raise UnsupportedModel(
-                f"{type(self._mirror).__name__} computes several tokens at once differently from one by one "
-                f"(relative difference {error:.2g}; {seen:.2g} by tokens that must not be seen), so Outpace cannot "
-                "keep its text unchanged."
+                f"{type(self._mirror).__name__} gives other logits for several tokens at once than one by one "
+                f"(relative difference {error:.2g}; {seen:.2g} by tokens that are masked), so Outpace cannot "
+                "keep its output unchanged."
             )
 
     def _together(self, text: list[int], left: list[int], right: list[int]) -> torch.Tensor:
@@ -418,7 +418,7 @@ def attend(
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
     if isinstance(attention_mask, SlotLists | Seen):
         if s_aux is not None:
-            raise UnsupportedModel(f"{type(module).__name__} has attention sinks, which slot lists do not know.")
+            raise UnsupportedModel(f"{type(module).__name__} has attention sinks, which slot lists do not support.")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if isinstance(attention_mask, Seen):
             return attend_exactly(query, key, value, attention_mask, scale, softcap or 0.0), None
@@ -632,12 +632,12 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
     if getattr(model, "_is_stateful", False) or foreign:
         what = f"layers of type {', '.join(sorted(foreign))}" if foreign else "recurrent layers"
         raise UnsupportedModel(
-            f"{kind} has {what}, whose state cannot be rolled back when a guess is wrong. "
+            f"{kind} has {what}, whose state cannot be rolled back when a draft token is rejected. "
             "Outpace needs a model with attention in every layer."
         )
     if any("_hf_hook" in vars(module) for module in model.modules()):
         raise UnsupportedModel(
-            f"{kind} was spread over devices by accelerate, whose hooks bypass the adapter. "
+            f"{kind} was split over devices by accelerate, whose hooks Outpace does not support. "
             "Load it without device_map and move it to one device with model.to(...)."
         )
     if model.get_output_embeddings() is None:

@@ -52,10 +52,12 @@ def load(
     kind = resolve_dtype(dtype, place)
     packs = place.type == "cpu" and kind == torch.float32
     if weights in (PACKED, *packing.KINDS) and not packs:
-        raise InputError(f"weights={weights!r} are for CPUs in float32. Leave out device and dtype, or weights.")
+        raise InputError(
+            f"weights={weights!r} are for CPUs in float32. Leave out device and dtype, or leave out weights."
+        )
     if place.type == "cpu" and kind != torch.float32 and dtype != FASTEST and lacks_bfloat16():
         message = (
-            f"this CPU has no instructions for {str(kind).removeprefix('torch.')}, so each step may take many times "
+            f"this CPU has no {str(kind).removeprefix('torch.')} instructions, so each step may take many times "
             "longer than in float32. Use dtype='float32' (--dtype float32), or 'fastest', which measures both."
         )
         warnings.warn(message, OutpaceWarning, stacklevel=2)
@@ -88,7 +90,7 @@ def _gguf(name: str, weights: str | None) -> File | None:
     if path.suffix == ".gguf" and path.is_file():
         return File(path)
     if weights == PACKED:
-        raise InputError(f"{name!r} is no GGUF file, so it has no packed weights. Use weights='q8' or 'q4'.")
+        raise InputError(f"{name!r} is not a GGUF file, so it has no packed weights. Use weights='q8' or 'q4'.")
     return None
 
 
@@ -109,7 +111,7 @@ def _load_unpacked(file: File, kind: torch.dtype, place: torch.device) -> Loaded
     try:
         model = AutoModelForCausalLM.from_pretrained(str(file.path.parent), **source)
     except Exception as error:
-        raise ModelError(f"{file.path} could not be unpacked by transformers: {_reason(error)}") from error
+        raise ModelError(f"{file.path} could not be dequantized by transformers: {_reason(error)}") from error
     return Loaded(model.to(place).eval(), _tokenizer(str(file.path), packing.prepared(file)))
 
 
@@ -123,8 +125,8 @@ def _load_numbers(name: str, kind: torch.dtype, place: torch.device) -> Loaded:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=local)
     except Exception as error:
         raise ModelError(
-            f"model {name!r} could not be loaded: {_reason(error)} A model folder needs config.json and whole "
-            "safetensors weights that fit it; a hub id needs a network at first use."
+            f"model {name!r} could not be loaded: {_reason(error)} A model folder needs config.json and complete "
+            "safetensors weights that fit it; a hub id needs network access at first use."
         ) from error
     return Loaded(model.to(place).eval(), _tokenizer(name, folder))
 
@@ -144,14 +146,14 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, device
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ModelError(f"{name} is an adapter, which the package peft reads: pip install 'outpace[lora]'.") from error
+        raise ModelError(f"{name} is an adapter, which needs the package peft: pip install 'outpace[lora]'.") from error
     loaded = load(base, dtype, str(device))
     try:
         model = base_of(PeftModel.from_pretrained(loaded.model, str(folder)))
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"the adapter {name!r} could not be put into {base!r}: {_reason(error)}") from error
+        raise ModelError(f"the adapter {name!r} could not be loaded into {base!r}: {_reason(error)}") from error
     own = (folder / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True) if own else loaded.tokenizer
     return Loaded(model.to(device).eval(), tokenizer)
@@ -176,7 +178,7 @@ def as_model(source: str | PreTrainedModel | Model, like: Model) -> Model:
         dtype = getattr(like, "dtype", None)
         return HFModel(load(source, dtype, str(like.device)).model)
     if not hasattr(source, "vocabulary"):
-        raise InputError(f"{source!r} is no model: give a name, a folder or a loaded transformers model.")
+        raise InputError(f"{source!r} is not a model: give a name, a folder or a loaded transformers model.")
     return source
 
 
@@ -234,10 +236,10 @@ def _find(name: str) -> str:
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} is not a model folder: it has no config.json.")
         if not _has_weights(path):
-            raise ModelError(f"{path} has no weights: expected *.safetensors (or *.bin) beside config.json.")
+            raise ModelError(f"{path} has no weights: expected *.safetensors (or *.bin) next to config.json.")
         return str(path)
     if path.exists():
-        raise ModelError(f"{path} is a file, and not *.gguf. Name the folder that holds it.")
+        raise ModelError(f"{path} is a file, but not *.gguf. Give the folder that contains it.")
     if "/" not in name or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
         raise UnknownNameError("model (no such folder or file, and not a hub id like owner/name)", name, bundled.NAMES)
     return name

@@ -118,8 +118,8 @@ class _Filling:
         if self.rounded:
             kinds = ", ".join(sorted(set(self.rounded.values())))
             warnings.warn(
-                f"{self.file.path.name}: {len(self.rounded)} matrices of type {kinds} are rounded to {Q8.name}, "
-                "because there are no packed products of theirs.",
+                f"{self.file.path.name}: {len(self.rounded)} matrices of type {kinds} are quantized to {Q8.name}, "
+                "because there is no kernel for their type.",
                 OutpaceWarning,
                 stacklevel=2,
             )
@@ -182,7 +182,7 @@ def _unpacked(file: File, tensor: Tensor) -> np.ndarray[Any, Any]:
     try:
         return np.array(quants.dequantize(tensor.raw, tensor.type), np.float32)
     except NotImplementedError as error:
-        raise ModelError(f"{file.path}: {tensor.name} is of type {tensor.type.name}, which cannot be read.") from error
+        raise ModelError(f"{file.path}: {tensor.name} has type {tensor.type.name}, which is not supported.") from error
 
 
 def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:

@@ -174,7 +174,7 @@ def build(
                 half.replace(path)
         except OSError as error:
             raise InputError(
-                f"{folder} cannot be written ({error.strerror}). Make room there, or {WITHOUT}."
+                f"{folder} cannot be written ({error.strerror}). Fix its permissions or free space there, or {WITHOUT}."
             ) from error
     return path
 

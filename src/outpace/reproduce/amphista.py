@@ -1,4 +1,4 @@
-"""Amphista (arXiv 2406.13170): how often heads are right, tokens a step by task and temperature, ablations.
+"""Amphista (arXiv 2406.13170): how often heads are right, tokens per step by task and temperature, ablations.
 
 Medusa, Hydra and Amphista draft with one shared tree, as in the paper. Its figures are those of Vicuna-33B on
 MT-Bench.
@@ -75,7 +75,7 @@ def shared_tree(method: Any, rows: int) -> list[list[int]]:
     Its paths stand in the order in which they were found worth their rows, so its beginning is the best smaller tree.
     """
     if not method.heads.about.tree:
-        raise InputError("these heads of Amphista have no tree: store them by `outpace train`, which measures one.")
+        raise InputError("these Amphista heads have no tree. Train them with `outpace train`, which measures one.")
     return [list(path) for path in method.heads.about.tree[: rows - 1]]
 
 
@@ -86,7 +86,7 @@ def _accuracies(methods: Mapping[str, Any], where: str) -> tuple[Table, Plot]:
 def _judged(lab: Lab, methods: Mapping[str, Any], answers: Path) -> Table:
     """Accuracies on held-out answers."""
     if lab.model is None:
-        raise InputError("answers are judged with the transformers model: give it to the lab.")
+        raise InputError("evaluating answers needs the transformers model. Pass it to the lab.")
     folders = [answers / name for name in HELD_OUT if (answers / name).is_dir()] or [answers]
     texts = [text for folder in folders for text in read_answers(folder)]
     adapted: Any = lab.decoder.model
@@ -172,7 +172,7 @@ def _by_task(found: Found, temperature: float, rows: int) -> Table:
         if label not in (LOOKUP, ALONE, GROWN, TYPICAL):
             name = label.removeprefix("amphista, ")
             claims.append(falling(f"the whole Amphista beats “{name}”", {n: speeds[n] for n in ("amphista", label)}))
-    columns = ["tokens a step", *found.tasks, "all", "speed", "tokens: medusa = 1", "speed: medusa = 1"]
+    columns = ["tokens/step", *found.tasks, "all", "speed", "tokens: medusa = 1", "speed: medusa = 1"]
     how = f"temperature {temperature:g}" if temperature else "greedy"
     note = (
         f"{rows} rows a draft at most. Medusa, Hydra and Amphista share one tree, as in the paper; further rows are "

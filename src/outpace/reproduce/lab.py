@@ -209,5 +209,5 @@ class Lab:
             f"{model}; {facts['device']}; {facts['dtype']}, runtime {facts['runtime']}, torch {facts['torch']}, "
             f"transformers {facts['transformers']}, outpace {facts['outpace']}. Questions: {where}, {each} to "
             f"{2 * each} of each task, {self.scale.tokens} new tokens at most. Speeds are medians over questions of "
-            "the time a token, prompt included; tokens a step are all tokens over all steps."
+            "the time a token, prompt included; tokens per step are all tokens over all steps."
         )

@@ -15,7 +15,7 @@ from .scaling import Point, fit, straight
 
 PAPER = "Lookahead Decoding (arXiv 2402.02057)"
 ON_TASKS = {"chat": 1.64, "math": 1.89, "code": 2.25}  # MT-Bench, GSM8K, HumanEval
-ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speed, tokens a step
+ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speed, tokens per step
 BATCHES = {3: (1, 2, 4, 8, 15), 5: (1, 2, 4, 8, 15)}  # N: the W = G that the law is fitted to
 MOST_ON_CPU = 40  # rows of the window and the guesses, (W + G)(N - 1): there they cost time
 
@@ -73,10 +73,12 @@ def _tasks(lab: Lab) -> Table:
         everywhere("faster than plain decoding on every task, with the better of both sizes", best, 1.0),
         falling("code gains more than chat, by the clock", {kind: gains[kind] for kind in ("code", "chat")}),
         falling("and math more than chat", {kind: gains[kind] for kind in ("math", "chat")}),
-        falling("ours takes more tokens a step than the published (ours)", {n: found.steps(n) for n in (OURS, THEIRS)}),
+        falling(
+            "ours takes more tokens per step than the published (ours)", {n: found.steps(n) for n in (OURS, THEIRS)}
+        ),
     ]
     note = (
-        "In each cell: tokens a step, and the speed by the clock, plain decoding being 1. "
+        "In each cell: tokens per step, and the speed by the clock, plain decoding being 1. "
         f"Large is (5, {wide(lab)}, {wide(lab)}); `lookahead` is sized for this device."
     )
     columns = ["task", *methods, f"{SIZED}: transformers' generate = 1", "speed in the paper, 7B"]
@@ -119,16 +121,18 @@ def _sampling(lab: Lab) -> Table:
         *kept,
         at_most(unchanged, 100 * max(changes) if changes else None, 1.0, " points"),
         everywhere("faster than plain decoding at both temperatures, with the better of both sizes", speeds, 1.0),
-        falling("greedy takes more tokens a step than temperature 1", {"greedy": tokens[0.0], "sampled": tokens[1.0]}),
+        falling(
+            "greedy takes more tokens per step than temperature 1", {"greedy": tokens[0.0], "sampled": tokens[1.0]}
+        ),
     ]
-    columns = ["temperature", "method", "speed", "tokens a step", "ROUGE-1/2/L to plain's text", "to the references"]
+    columns = ["temperature", "method", "speed", "tokens/step", "ROUGE-1/2/L to plain's text", "to the references"]
     note = (
         f"Tasks: {', '.join(tasks)}. Large is (5, {wide(lab)}, {wide(lab)}). The paper's columns are CNN/DailyMail's. "
         "transformers samples with noise of its own, and the paper's Algorithm 4 by its own draws: other texts of the "
         "same distribution."
     )
     title = "Sampling (the paper's Table 2)"
-    return Table(title, [*columns, "speed, paper", "tokens a step, paper"], rows, claims, note)
+    return Table(title, [*columns, "speed, paper", "tokens/step, paper"], rows, claims, note)
 
 
 def _texts(lab: Lab, found: Found, label: str) -> dict[tuple[str, int, int], str]:
@@ -151,7 +155,7 @@ LOOKUP, TREE, ONE_COLUMN, ONE_GUESS, EVEN, POOLED = (
     "as many of both",
     "and the prompt as reference",
 )
-# Speed and tokens a step in the paper, where these are (5, 1, 30), (5, 30, 1), (5, 15, 15).
+# Speed and tokens per step in the paper, where these are (5, 1, 30), (5, 30, 1), (5, 15, 15).
 TABLE_3: dict[str, tuple[float | None, float | None]] = {
     LOOKUP: (1.44, 1.55),
     TREE: (None, None),
@@ -194,11 +198,11 @@ def _settings(lab: Lab) -> tuple[Table, Table, Plot]:
         same_text(found),
         falling(wide_, {n: speeds[n] for n in more}),
         falling("the prompt as reference helps, by the clock", {n: speeds[n] for n in (POOLED, EVEN)}),
-        falling("and in tokens a step", {n: steps[n] for n in (POOLED, EVEN)}),
+        falling("and in tokens per step", {n: steps[n] for n in (POOLED, EVEN)}),
         falling("faster than prompt lookup, by the clock", {n: speeds[n] for n in (POOLED, LOOKUP)}),
-        falling("and more tokens a step", {n: steps[n] for n in (POOLED, LOOKUP)}),
+        falling("and more tokens per step", {n: steps[n] for n in (POOLED, LOOKUP)}),
     ]
-    columns = ["", "(N, W, G)", "rows a step", "tokens a step", "speed", "tokens a step, paper", "speed, paper"]
+    columns = ["", "(N, W, G)", "rows/step", "tokens/step", "speed", "tokens/step, paper", "speed, paper"]
     note = (
         f"Lookahead as published. Tasks: {', '.join(found.tasks)}. The paper's are MT-Bench's, with (5, 1, 30), "
         "(5, 30, 1) and (5, 15, 15)."
@@ -225,19 +229,19 @@ def _law(points: Sequence[Point]) -> tuple[Table, Plot]:
     tops = {f"N = {n}": max(p.tokens for p in points if p.ngram == n) for n in sorted({p.ngram for p in points})[::-1]}
     claims = [
         Claim(
-            f"tokens a step grow linearly with the logarithm of rows, N = {longest}",
+            f"tokens per step grow linearly with the logarithm of rows, N = {longest}",
             slope > 0 and explained >= 0.9,
             f"{slope:.2f} for each doubling, a line explains {explained:.0%}",
         ),
-        Claim("Eq. 7 describes all settings", law.error <= 0.1, f"misses by {law.error:.3f} tokens a step"),
+        Claim("Eq. 7 describes all settings", law.error <= 0.1, f"misses by {law.error:.3f} tokens per step"),
         falling("longer n-grams reach further", tops),
     ]
     note = f"Eq. 5 and 7 fitted: α = {law.alpha:.3f}, f = {law.scarcity:.2f}; 0.425, 3.1 give the paper's (5, 15, 15)."
-    columns = ["N", "W = G", "rows a step", "tokens a step", "by Eq. 7"]
+    columns = ["N", "W = G", "rows/step", "tokens/step", "by Eq. 7"]
     table = Table("The law of scaling (the paper's Figure 4)", columns, rows, claims, note)
     lines = {}
     for ngram in sorted({point.ngram for point in points}):
         mine = [point for point in points if point.ngram == ngram]
         lines[f"N = {ngram}, measured"] = [(point.rows, point.tokens) for point in mine]
         lines[f"N = {ngram}, Eq. 7"] = [(point.rows, law.tokens(ngram, point.batch)) for point in mine]
-    return table, Plot("scaling", "rows a step", "tokens a step", lines, logarithmic=True)
+    return table, Plot("scaling", "rows/step", "tokens/step", lines, logarithmic=True)

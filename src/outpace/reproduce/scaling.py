@@ -1,4 +1,4 @@
-"""Lookahead's law of scaling: tokens a step by how much is guessed (arXiv 2402.02057, section 4).
+"""Lookahead's law of scaling: tokens per step by how much is guessed (arXiv 2402.02057, section 4).
 
 Of every `scarcity` steps (the paper's f) one finds guesses, each token of which is right with the chance `alpha`.
 """
@@ -28,7 +28,7 @@ class Fit(NamedTuple):
     error: float  # the root mean square of what it misses
 
     def tokens(self, ngram: int, batch: int) -> float:
-        """Eq. 7: tokens a step."""
+        """Eq. 7: tokens per step."""
         return 1 + (expected(self.alpha, ngram, batch) - 1) / self.scarcity
 
 
@@ -56,7 +56,7 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def straight(points: Sequence[Point]) -> tuple[float, float]:
-    """The slope of tokens a step by the logarithm (base 2) of rows, and which share of their variance a line explains.
+    """The slope of tokens per step by log2 of rows, and the share of their variance that a line explains.
 
     >>> straight([Point(5, 1, 2, 1.0), Point(5, 2, 4, 1.5), Point(5, 4, 8, 2.0)])
     (0.5, 1.0)

@@ -28,9 +28,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 1024)
 SEGMENTS = 4
 REPEATS = 7
-FEW, GLANCED = (1, 2, 4, 8, 16), 64  # rows and length of text, for a glance
-PATIENCE = 0.5  # seconds of a step that may be repeated in a glance
-NEWS = 2048  # guesses that are counted until the counts are stored again
+FEW, GLANCED = (1, 2, 4, 8, 16), 64  # rows and context length, for a glance
+PATIENCE = 0.5  # the longest step that a glance repeats, in seconds
+NEWS = 2048  # draft tokens counted between two stores
 
 
 def folder() -> Path:
@@ -54,7 +54,7 @@ def about(engine: Engine) -> dict[str, str]:
 
 
 class Remembered(Chances):
-    """Chances that are kept in a file from one process to the next."""
+    """Acceptance counts that are stored in a file between processes."""
 
     def __init__(self, names: Sequence[str], path: Path) -> None:
         super().__init__(names)
@@ -62,14 +62,14 @@ class Remembered(Chances):
         self._kept = 0
         if path.exists() and not self.load(path):
             warnings.warn(
-                f"{path} was not written by this version of Outpace, or not to its end. It is ignored: what to believe "
-                "of guesses is learnt anew.",
+                f"{path} is truncated, or from another version of Outpace. It is ignored: acceptance rates "
+                "are learnt anew.",
                 OutpaceWarning,
                 stacklevel=2,
             )
 
     def pause(self) -> None:
-        """A text has ended: what was learnt is kept, if it is worth it."""
+        """A sequence has ended: store the counts, if enough is new."""
         if self._path is None or self.counted - self._kept < NEWS:
             return
         self._kept = self.counted
@@ -77,8 +77,8 @@ class Remembered(Chances):
             self.keep(self._path)
         except OSError as error:
             warnings.warn(
-                f"what was learnt about guesses could not be written to {self._path}: {error.strerror}. It is kept "
-                "as long as this process runs.",
+                f"learnt acceptance rates could not be written to {self._path}: {error.strerror}. They are kept "
+                "while this process runs.",
                 OutpaceWarning,
                 stacklevel=2,
             )
@@ -86,7 +86,7 @@ class Remembered(Chances):
 
 
 def remembered(engine: Engine, names: Sequence[str]) -> Remembered:
-    """What was learnt about guesses of these sources for the engine's model."""
+    """The stored acceptance counts of these sources for the engine's model."""
     digest = sha256(about(engine)["model"].encode()).hexdigest()
     return Remembered(names, folder() / f"chances-{digest[:16]}.json")
 
@@ -98,9 +98,9 @@ def measure(
     repeats: int = REPEATS,
     done: Callable[[float], None] = lambda share: None,
 ) -> CostCurve:
-    """Time steps of each number of rows behind texts of each length, and each quarter of the layers with one row.
+    """Time steps by rows and context length, and each quarter of the layers with one row.
 
-    The rounds go over all numbers of rows in turn, so that a disturbance does not fall on one of them.
+    Each round goes over all row counts, so that a disturbance does not hit a single one.
     """
     rows = rows or _corners(engine)
     contexts = [length for length in contexts if length + max(rows) < engine.model.context] or [1]
@@ -118,16 +118,15 @@ def measure(
 
 
 def glance(engine: Engine) -> CostCurve:
-    """A curve from a few short steps: for those who did not ask for it, in about the time of twenty tokens.
+    """A quick cost curve from a few short steps, in about the time of twenty tokens.
 
-    Of three times the least disturbed one counts; of a large model the first, as twenty of its tokens take too long.
-    Whoever calls has the turn.
+    The fastest of three runs counts; for a large model the only one. The caller must hold the engine's turn.
     """
     length = min(GLANCED, engine.model.context - max(FEW) - 1)
     tokens = [token % engine.model.vocabulary for token in range(length + 1)]
     times = dict.fromkeys(FEW, math.inf)
     with engine.pool.sequence(tokens) as text:
-        _step(engine, text, _comb(text.tokens[-1], 1))  # computes the text, which is no part of a step's cost
+        _step(engine, text, _comb(text.tokens[-1], 1))  # prefill, which is not part of a step's cost
         for _ in range(3):
             for count in FEW:
                 times[count] = min(times[count], _step(engine, text, _comb(text.tokens[-1], count)))
@@ -143,19 +142,19 @@ def _steps(
     repeats: int,
     done: Callable[[float], None],
 ) -> tuple[float, ...]:
-    """Seconds of steps behind a text, by rows."""
+    """Seconds per step after a context, by rows."""
     times: dict[int, list[float]] = {count: [] for count in rows}
     for turn in range(repeats + 1):
         for count in rows:
             spent = _step(engine, text, _comb(text.tokens[-1], count))
-            if turn:  # the first warms up: it computes the text, compiles and captures
+            if turn:  # warm-up: prefills, compiles and captures
                 times[count].append(spent)
         done((turn + 1) / (repeats + 1))
     return tuple(statistics.median(times[count]) for count in rows)
 
 
 def _corners(engine: Engine) -> Sequence[int]:
-    """Numbers of rows between which costs are about straight. Steps of fixed sizes jump behind each of these."""
+    """Row counts between which costs are about linear. With fixed sizes, costs jump after each."""
     if not engine.sizes:
         return ROWS
     sizes = [*engine.sizes, *range(2 * engine.sizes[-1], ROWS[-1], engine.sizes[-1])]
@@ -172,7 +171,7 @@ def _step(engine: Engine, text: Text, draft: Draft) -> float:
 
 
 def _forget(engine: Engine, text: Text, count: int) -> None:
-    """Free the rows of a draft; text that was computed with them stays."""
+    """Free the rows of a draft; the sequence stays computed."""
     behind = len(text.drafted) - count
     text.slots += text.drafted[:behind]
     engine.pool.free(text.drafted[behind:])
@@ -180,7 +179,7 @@ def _forget(engine: Engine, text: Text, count: int) -> None:
 
 
 def _segments(engine: Engine, text: Text, repeats: int) -> dict[str, float]:
-    """Seconds of each part of the layers for one row, the output head in the last."""
+    """Seconds of each segment of the layers for one row; the last includes the output head."""
     layers, model = engine.model.layers, engine.model
     if model.width <= 1:
         return {}  # a toy

@@ -1,4 +1,4 @@
-"""Which runtime a model runs on."""
+"""Choice of a runtime for a model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RUNTIMES = {
     "compiled": "forward passes of compiled layers; the first step takes some seconds",
     "graphs": "CUDA graphs of compiled layers, joined weights, attention by slot lists",
 }
-EXACT_ROWS = 128  # the most rows of a forward in exact mode, on GPUs that fetch tiles by descriptors
-FEW_EXACT_ROWS = 32  # the same on others
+EXACT_ROWS = 128  # the most rows of a forward pass in exact mode, on GPUs with tensor descriptors (TMA)
+FEW_EXACT_ROWS = 32  # the same on other GPUs
 
 
 def engine_for(
@@ -32,16 +32,16 @@ def engine_for(
     join: bool = True,
     memory: float = MEMORY,
 ) -> Engine:
-    """An engine for the model. Without `join` CUDA graphs leave the user's weights where they are.
+    """An engine for the model. Without `join`, CUDA graphs do not fuse the user's weights.
 
-    `memory` is the share of the GPU's free memory that the KV cache gets, with CUDA graphs.
+    `memory` is the share of the GPU's free memory for the KV cache, with CUDA graphs.
 
-    With `exact` the logits of a text have the same bits with every method and in every batch. On CUDA a forward then
-    has `exact_rows` rows at most (by default as many as our kernels take), and all have as many where the device needs
-    that. It is checked on this model before it is believed.
+    With `exact`, logits have the same bits with every method and in every batch. On CUDA a forward pass then has up to
+    `exact_rows` rows (by default as many as our kernels take), or always as many, if the device needs that. This is
+    tested on the model first.
     """
     if not (isinstance(memory, (int, float)) and 0 < memory <= 1):
-        raise InputError(f"memory={memory!r} is out of range: it must be a share above 0 and at most 1.")
+        raise InputError(f"memory={memory!r} is out of range: it must be above 0 and at most 1.")
     if runtime not in RUNTIMES:
         raise UnknownNameError("runtime", runtime, RUNTIMES)
     if getattr(model, "packed", False):
@@ -97,14 +97,14 @@ def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
     engine.use_one_size()
     if not engine.is_exact():
         raise UnsupportedModel(
-            f"{model.name}: on {torch.cuda.get_device_name(model.device)} a tree does not give the bits of single "
-            "steps, so exact mode would be a false promise. Use exact=False."
+            f"{model.name}: on {torch.cuda.get_device_name(model.device)} a draft tree does not give the same "
+            "bits as single steps, so exact mode cannot be guaranteed. Use exact=False."
         )
     return engine
 
 
 def _packed(model: Any, runtime: str, exact: bool) -> Engine:
-    """Packed weights are computed exactly wherever that can be: it costs nothing there."""
+    """With packed weights exact mode is always on if possible: it costs nothing."""
     if runtime not in ("auto", "plain"):
         raise InputError(f"packed weights need runtime='plain', not {runtime!r}.")
     try:
@@ -115,7 +115,9 @@ def _packed(model: Any, runtime: str, exact: bool) -> Engine:
         engine = Engine(model)
     if isinstance(engine, ExactEngine) and model.compute_packed() and not engine.is_exact():
         model.unfuse()
-        raise UnsupportedModel(f"{model.name}: packed layers gave a row other bits in a tree than alone.")
+        raise UnsupportedModel(
+            f"{model.name}: with packed weights a row has other bits in a draft tree than alone. Use weights='float32'."
+        )
     engine.name = "packed"
     return engine
 
@@ -127,7 +129,7 @@ def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
         name = str(model.dtype).removeprefix("torch.")
         raise InputError(f"on a CPU exact mode needs float32, and {model.name} is in {name}. Use dtype='float32'.")
     if not model.lists:
-        raise UnsupportedModel(f"{model.name} has attention that exact mode cannot compute. Use exact=False.")
+        raise UnsupportedModel(f"{model.name} has attention that exact mode does not support. Use exact=False.")
     _fuse(model)
     model.compute_exactly()
     if runtime == "compiled":
@@ -136,8 +138,8 @@ def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
     try:
         if not engine.is_exact():
             raise UnsupportedModel(
-                f"{model.name}: a row does not have the same bits in a tree, in a batch and alone, so exact mode would "
-                "be a false promise. Use exact=False."
+                f"{model.name}: a row does not have the same bits in a draft tree, in a batch and alone, so exact "
+                "mode cannot be guaranteed. Use exact=False."
             )
     except UnsupportedModel:
         model.unfuse()

@@ -1,7 +1,7 @@
-"""What a step costs: measured, kept, and asked by methods for how much to draft.
+"""The measured cost of steps, from which methods decide how much to draft.
 
-The cost of a step by its number of rows decides everything in speculation, and it differs from machine to machine: on
-a large GPU thirty rows cost as much as one, on a small CPU two rows may cost twice one.
+The cost of a step by rows decides whether speculation pays, and it depends on the machine: on a large GPU thirty rows
+cost as much as one, on a small CPU two rows may cost twice as much as one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import NamedTuple
 
 from ..files import write_whole
 
-VERSION = 9  # raised whenever a runtime computes steps by other code: older curves are not believed
+VERSION = 9  # raised when the code of a runtime changes: older curves are ignored
 
 
 class Parts(NamedTuple):
-    """What a step of one row is made of, in seconds."""
+    """The parts of a one-row step, in seconds."""
 
     layer: float
     head: float  # the output head
-    begin: float  # beginning a climb, beyond its layers
+    begin: float  # overhead of running some layers
 
 
 class Prices:
-    """What steps cost by their rows, in steps of one row.
+    """The cost of steps by rows, relative to a one-row step.
 
     >>> prices = Prices([1.0, 1.1, 1.6, 1.7])
     >>> prices(2), round(prices(6), 2)
@@ -40,7 +40,7 @@ class Prices:
     """
 
     def __init__(self, prices: Sequence[float]) -> None:
-        """The first is of one row. Beyond the last they rise as they did to it."""
+        """The first is for one row. Beyond the last they are extrapolated."""
         self._prices = prices
         self._own = 0.0
         self._last = prices[-1] - prices[-2] if len(prices) > 1 else 0.0
@@ -48,18 +48,18 @@ class Prices:
             min([(prices[more] - price) / (more - rows) for more in range(rows + 1, len(prices))] + [self._last])
             for rows, price in enumerate(prices)
         ]
-        self.least = min(self._slopes)  # what a further row costs at least, anywhere
+        self.least = min(self._slopes)  # the least cost of another row, anywhere
 
     def __call__(self, rows: int) -> float:
         known = len(self._prices)
         return self._own + self._prices[min(rows, known) - 1] + max(rows - known, 0) * self._last
 
     def slope(self, rows: int) -> float:
-        """What a further row costs at least, on the way from so many rows to any larger number."""
+        """The least cost per additional row, from this many rows to any larger number."""
         return self._slopes[min(rows, len(self._slopes)) - 1]
 
     def plus(self, own: float) -> Prices:
-        """With a method's own work in each step."""
+        """The same, plus a method's own work per step."""
         prices = copy(self)
         prices._own += own
         return prices
@@ -67,34 +67,34 @@ class Prices:
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a step by rows and length of text, for one model on one machine."""
+    """Seconds per step by rows and context length, for one model on one machine."""
 
-    about: dict[str, str]  # model, device, dtype, runtime, versions: the curve is good for nothing else
+    about: dict[str, str]  # model, device, dtype, runtime, versions that the curve is valid for
     rows: tuple[int, ...]  # increasing, from 1
     contexts: tuple[int, ...]  # increasing
     seconds: tuple[tuple[float, ...], ...]  # [contexts][rows]
     segments: dict[str, float] = field(default_factory=dict)  # layers "0-15" alone: seconds for one row
-    drafting: dict[str, float] = field(default_factory=dict)  # method -> seconds of its own a step
-    asking: float = 0.0  # seconds to ask an exit, beyond the layers below it; 0: not measured
-    paces: dict[str, float] = field(default_factory=dict)  # method -> speed on some prompts, plain being 1
+    drafting: dict[str, float] = field(default_factory=dict)  # method -> seconds of its own work per step
+    asking: float = 0.0  # seconds to evaluate an exit, without its layers; 0: not measured
+    paces: dict[str, float] = field(default_factory=dict)  # method -> speedup over plain decoding on some prompts
 
     def step(self, rows: int, context: int = 0) -> float:
-        """Seconds of a step, between and beyond the measured points along straight lines."""
+        """Seconds per step, interpolated and extrapolated linearly."""
         by_rows = [_between(self.rows, costs, rows) for costs in self.seconds]
         return _between(self.contexts, by_rows, min(max(context, self.contexts[0]), self.contexts[-1]))
 
     @cached_property
     def price(self) -> Prices:
-        """The cost of a step by its rows, in steps of one row."""
+        """The cost of steps by rows, relative to a one-row step."""
         return Prices([self.step(rows) / self.step(1) for rows in range(1, self.rows[-1] + 1)])
 
     def price_with(self, method: str) -> Prices:
-        """`price` and the method's own work, where it was measured."""
+        """`price` plus the method's own work, if measured."""
         return self.price.plus(self.drafting.get(method, 0.0) / self.step(1))
 
     @cached_property
     def parts(self) -> Parts | None:
-        """From the segments; None where they were not measured."""
+        """From the segments; None if they were not measured."""
         if len(self.segments) < 2:
             return None
         borders = [name.split("-") for name in self.segments]
@@ -106,14 +106,14 @@ class CostCurve:
         return Parts(layer, max(0.0, seconds[-1] - begin - sizes[-1] * layer), begin)
 
     def save(self, folder: Path) -> Path:
-        """Keep the curve where `load` finds it, whole or not at all."""
+        """Store the curve for `load`, atomically."""
         path = _path(folder, self.about)
         write_whole(path, json.dumps({"version": VERSION, **asdict(self)}, indent=1))
         return path
 
 
 def load(folder: Path, about: dict[str, str]) -> CostCurve | None:
-    """The curve that was kept for this model, machine and version; None if there is none, or none that can be read."""
+    """The stored curve for this model, machine and version; None if there is none, or it is unreadable."""
     try:
         stored = json.loads(_path(folder, about).read_text())
         if stored.pop("version") != VERSION or stored["about"] != about:
@@ -138,7 +138,7 @@ def _path(folder: Path, about: dict[str, str]) -> Path:
 
 
 def _between(places: Sequence[int], values: Sequence[float], place: int) -> float:
-    """Linear between neighbours, and beyond the ends as between the last two."""
+    """Linear interpolation, and extrapolation from the last two points."""
     if len(places) == 1:
         return values[0]
     right = min(max(bisect_left(places, place), 1), len(places) - 1)

@@ -1,4 +1,4 @@
-"""Exact mode on a CPU: ordinary forward passes, in which a row has the same bits whatever is beside it."""
+"""Exact mode on a CPU: forward passes in which a row has the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..draft import Tree, chain
 from ..models.adapter import Model, Output
 from .plain import Engine, Work
 
-TEXT = 67  # tokens that the engine is tried with
-PIECE = 13  # of which it reads so many at a time
+TEXT = 67  # tokens to test the engine with
+PIECE = 13  # prefill chunk of the test
 
 
 class ExactEngine(Engine):
@@ -24,7 +24,7 @@ class ExactEngine(Engine):
         self.name = "exact, compiled" if compiled else "exact"
 
     def is_exact(self) -> bool:
-        """Whether rows have the same bits in a tree, one by one, and beside another text, tried on this model."""
+        """Whether rows have the same bits in a draft tree, one by one, and in a batch, tested on this model."""
         size = self.model.vocabulary
         text = [token % size for token in range(7, 7 + 3 * TEXT, 3)]
         answer = [token % size for token in (11, 5, 29, 17)]
@@ -33,8 +33,8 @@ class ExactEngine(Engine):
         path = [0, *tree.insert(answer, "check")]
         tree.insert([token % size for token in (2, 47, 31)], "check")
         with self.pool.sequence(text) as sequence:
-            self.score(sequence, chain(text[-1], (), ""))  # the first forward makes the storage, and is not compiled
-        with self.pool.sequence(text) as sequence:  # all in one forward
+            self.score(sequence, chain(text[-1], (), ""))  # allocates storage, uncompiled
+        with self.pool.sequence(text) as sequence:  # all in one forward pass
             together = self.score(sequence, tree.draft()).logits[path].clone()
         whole, beside = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
         return all(torch.equal(in_pieces(self, texts, TEXT), together) for texts in ([whole], [*beside, whole]))

@@ -1,4 +1,4 @@
-"""A computation on rows in fixed places, which a CUDA graph can be captured of."""
+"""A computation on rows in static buffers, which can be captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..models.adapter import FixedRows, Model
 from ..models.attention import OWN, SlotLists
 from ..pool import Numbers, Pool, Rows
 
-TILE = 16  # the most rows of one text that attention does together, if there are several texts
+TILE = 16  # the most rows of one sequence in an attention tile, if there are several sequences
 
 
 class FixedStep:
-    """A computation on a fixed number of rows. Without a capture it runs kernel by kernel, as on a CPU."""
+    """A computation on a fixed number of rows. Without a capture it runs eagerly, as on a CPU."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class FixedStep:
         self._tiles: Numbers = table.view(3, tiles).numpy()
         self._rows: Numbers = self._host.numpy()[sum(parts[:3]) : sum(parts[:6])].reshape(3, size)
         self._tree: Numbers = tree.view(size, width).numpy()
-        # A row that fills up sees itself beyond the text: in exact mode by its slot, otherwise by a bit.
+        # A padding row attends to itself: in exact mode by its slot, otherwise by a bit.
         self._itself = np.eye(size, width * 64, dtype=np.bool_)
         self._alone = pool.scratch if exact else bits(self._itself)
         if texts:
@@ -70,7 +70,7 @@ class FixedStep:
         raise NotImplementedError
 
     def compute(self) -> None:
-        """Kernel by kernel."""
+        """Run eagerly."""
         with torch.inference_mode():
             self._step()
 
@@ -86,7 +86,7 @@ class FixedStep:
         return graph.pool()
 
     def warm_up(self) -> None:
-        """Compile, and let libraries choose their kernels, on a stream of its own as captures want it."""
+        """Compile, and let libraries choose kernels, on a side stream, as captures need it."""
         if not self.on_gpu:
             self.compute()
             return
@@ -126,7 +126,7 @@ class FixedStep:
             tiles += [(start, min(start + self._tile, stop), first) for start in range(first, stop, self._tile)]
             first = stop
         self._rows[:, first:] = [[0], [0], [self.pool.scratch]]
-        self._whose[first:] = len(self._lengths) - 1  # the text that is empty
+        self._whose[first:] = len(self._lengths) - 1  # the empty sequence
         tiles += [(start, min(start + self._tile, self.size), start) for start in range(first, self.size, self._tile)]
         self._tiles[:] = 0
         self._tiles[:, : len(tiles)] = np.array(tiles).T
@@ -134,7 +134,7 @@ class FixedStep:
             self._tree[:] = bits(among)
 
     def _place_lanes(self, each: int) -> None:
-        """Rows are of several texts for good, `each` of the first, the next, and so on."""
+        """Assign rows to sequences for good: `each` to the first, the next, and so on."""
         texts = self.size // each
         self._whose[:] = np.repeat(np.arange(texts), each)
         starts = [start for text in range(texts) for start in range(text * each, (text + 1) * each, self._tile)]
@@ -144,15 +144,15 @@ class FixedStep:
         self._box.copy_(self._host)
 
     def launch(self, numbers: Numbers, tree: Numbers, past: int) -> None:
-        """Compute rows, and as many as are missing that nobody sees: they write to the scratch slot."""
+        """Compute rows, padded with rows that write to the scratch slot."""
         self._wait()
         self._fill(numbers, tree, past)
         self._go()
 
     def launch_packed(self, parts: list[Rows], lines: list[int], listed: bool = False) -> None:
-        """The same with rows of several texts. `lines` says where the lists of their slots are.
+        """The same with rows of several sequences. `lines` are the indices of their slot lists.
 
-        `listed`: these have the rows' own slots already.
+        `listed`: the lists already contain the rows' own slots.
         """
         self._wait()
         self._fill_packed(parts, lines, listed)
@@ -170,7 +170,7 @@ class FixedStep:
         self.run()
 
     def run(self) -> None:
-        """Compute what is in the fixed places."""
+        """Compute what is in the static buffers."""
         if self._graph is None:
             self.compute()
         else:
@@ -178,7 +178,7 @@ class FixedStep:
 
 
 class Clock:
-    """Runs from now on, until the device has done what it is given before `stop`."""
+    """Times the device from now until it has done the work submitted before `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[Any] = []
@@ -198,7 +198,7 @@ class Clock:
             self._events[1].synchronize()
 
     def ms(self) -> float:
-        """Milliseconds, once it was waited for."""
+        """Milliseconds, after `wait`."""
         if self._events:
             start, stop = self._events
             return float(start.elapsed_time(stop))

@@ -1,17 +1,17 @@
-"""The CUDA runtime: a step is a captured graph of compiled layers on rows in fixed places.
+"""The CUDA runtime: forward passes as CUDA graphs of compiled layers, on rows in static buffers.
 
-Launching a step's many kernels from Python takes several times as long as the kernels. A graph launches them at
-once. It computes a fixed number of rows (a few sizes are kept; what is missing is filled up with rows that nobody sees)
-over a text up to a fixed length. All that a step needs goes over in one copy, and the best tokens come back in one.
+Launching a step's many kernels from Python takes several times as long as running them; a graph launches them at once.
+It computes a fixed number of rows (there are a few sizes; steps are padded) over a context up to a fixed length. All
+inputs of a step go to the device in one copy, and the best tokens come back in one.
 
-In exact mode a row has the same bits whatever rows are beside it, of its own text or of others, so that the logits of
-an accepted guess are bit for bit those of plain decoding in the same mode. Where a device computes products of few rows
-otherwise than products of many, there is one size for that, and texts take turns. A draft that reaches further than
-exact attention does (`attention.OWN`) is computed in several forwards.
+In exact mode a row has the same bits whatever other rows are in the batch, so the logits of an accepted draft token are
+bit for bit those of plain decoding in the same mode. If a device computes products of few rows differently from those
+of many, all steps have one size, and sequences take turns. A draft deeper than exact attention supports
+(`attention.OWN`) is computed in several forward passes.
 
-Rows of several texts go in one graph too, by graphs made for that.
+There are graphs for rows of several sequences too.
 
-Where the host need not stand between, whole steps run as programs (`program.py`), one ahead of what is read here.
+If the host is not needed in a step, whole steps run as programs (`program.py`), launched one step ahead.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from .fixed import FixedStep
 from .plain import Engine, Question, Work, answered, joined
 from .program import LANES, Program
 
-SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; one row alone would be compiled apart
-READING = 512  # rows of one text at a time
-LARGE = (384, 512, 768, 1024)  # further sizes of graphs that only read
-RIDERS = 64  # so many tokens of a text that was begun go along with a draft
+SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; a single row would be compiled separately
+READING = 512  # prefill rows of one sequence at a time
+LARGE = (384, 512, 768, 1024)  # further sizes of prefill graphs
+RIDERS = 64  # prefill tokens that may go along with a draft
 FIRST_SPAN = 1024
 PRIME = 11
-TEXTS = (4, 16, 64)  # of how many texts a graph takes rows, if of several
-PROGRAMS = 8  # that are kept, each with its graphs
-MEMORY = 0.5  # the share of free memory that the KV cache gets
-LONGEST = 2**16  # a text is not expected to be longer, where memory is shared out
-LINES = TEXTS[-1] + 2  # lists of slots: one for a text alone, one for each of several, and one that stays empty
+TEXTS = (4, 16, 64)  # batch sizes of graphs for several sequences
+PROGRAMS = 8  # programs that are kept, each with its graphs
+MEMORY = 0.5  # the share of free memory for the KV cache
+LONGEST = 2**16  # the longest sequence that memory is budgeted for
+LINES = TEXTS[-1] + 2  # slot lists: one for a single sequence, one for each of several, and an empty one
 Captured = TypeVar("Captured", bound=FixedStep)
 
 
 class GraphEngine(Engine):
-    """An engine that replays graphs where it can, and says so where it cannot."""
+    """An engine that replays CUDA graphs where it can, and warns where it cannot."""
 
     name = "graphs"
 
     def __init__(
         self, model: Any, compiled: bool = True, exact_rows: int = 0, capacity: int = 0, memory: float = MEMORY
     ) -> None:
-        """With a pool of `capacity` slots, or of as many as `memory` of what is free on the device holds."""
+        """With a pool of `capacity` slots, or as many as fit in the share `memory` of the device's free memory."""
         super().__init__(model)
         self.pool = Pool(model.device, capacity or affordable(model, memory), fixed=True)
         self.exact = exact_rows > 0
@@ -71,7 +71,7 @@ class GraphEngine(Engine):
         self._compile_layers = cache(lambda: model.compile_layers())  # once; it takes seconds to import the compiler
         if self.exact:
             self.name = f"exact, up to {exact_rows} rows"
-        # By rows, length of text, layers, whose question, number of texts (0: one alone), and whether it only reads.
+        # By rows, context length, layers, owner of the question, batch size (0: unbatched), and whether for prefill.
         self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int, bool, tuple[int, ...]], _Graph] = {}
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
         # On the device: lists of slots, and whose they are.
@@ -80,11 +80,11 @@ class GraphEngine(Engine):
         self._readers: list[Sequence | None] = [None] * LINES
         # By method and by the costs that it was sized with, the newest last.
         self._programs: list[tuple[Any, CostCurve | None, Program]] = []
-        self._read = False  # whether any text was read
-        self._alone = False  # whether texts take turns, because they have other bits together
-        self._prepared: set[bool] = set()  # whether layers are compiled for one text, for several
+        self._read = False  # whether any sequence was prefilled
+        self._alone = False  # whether sequences take turns, because their bits differ in a batch
+        self._prepared: set[bool] = set()  # whether layers are compiled for one sequence, for several
         self.lines = LINES
-        self.whole_steps = True  # False: the host stands between the verbs of a step, to compare
+        self.whole_steps = True  # False: the host takes part in every step, for comparison
 
     @property
     def most_rows(self) -> int:
@@ -100,7 +100,7 @@ class GraphEngine(Engine):
 
     @property
     def one_size(self) -> bool:
-        """Whether all steps compute the same number of rows: in exact mode, where bits depend on it."""
+        """Whether all steps have the same number of rows: in exact mode, if bits depend on it."""
         return self.exact and len(self.sizes) == 1
 
     @property
@@ -109,7 +109,7 @@ class GraphEngine(Engine):
         return self._compile
 
     def span(self, length: int) -> int:
-        """The length of text that a graph is made for, if the text has this length."""
+        """The context length of the graph for a sequence of this length."""
         return _span(length)
 
     def program_for(self, method: Any, sampling: Sampling) -> Any:
@@ -130,7 +130,7 @@ class GraphEngine(Engine):
         return program if program.fits else None
 
     def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured | None:
-        """A step of a program, captured; None, and a warning, where there is no memory for it or it cannot be."""
+        """A captured step of a program; None, with a warning, if there is no memory or it cannot be captured."""
         try:
             self.make_ready(size, span, texts)
             step = make()
@@ -148,24 +148,24 @@ class GraphEngine(Engine):
                 self._do_without_compiler(reason)
                 return self.captured(make, size, span, texts)
         warnings.warn(
-            f"{self.model.name}: whole steps cannot be captured in a CUDA graph ({reason}). The host stands between "
-            "the verbs of a step, and texts are written more slowly.",
+            f"{self.model.name}: whole steps cannot be captured in a CUDA graph ({reason}). The host runs the "
+            "parts of a step, which is slower.",
             OutpaceWarning,
             stacklevel=2,
         )
         return None
 
     def make_ready(self, size: int, span: int, texts: int) -> None:
-        """Have storage and compiled layers, before such a step is captured."""
+        """Allocate storage and compile layers, before such a step is captured."""
         packed = texts if texts > 1 else 0
         self._make_storage()
         if self._compile and bool(packed) not in self._prepared:
             self._prepare(size, span, (0, self.model.layers), packed)
 
     def readings(self, texts: int, longest: int) -> list[Callable[[], None]]:
-        """What makes the graphs that read prompts, one by one; otherwise their first use waits.
+        """Functions that make the prefill graphs, one by one; otherwise their first use waits.
 
-        They are for prompts up to so long, of one text and of up to so many.
+        They are for prompts up to this length, of one sequence and of up to so many.
         """
         counts = [0, *(count for count in TEXTS if count < 4 * texts)] if self.most_texts > 1 and texts > 1 else [0]
         sizes = [*dict.fromkeys(self._reading_sizes())]
@@ -174,7 +174,7 @@ class GraphEngine(Engine):
         return [partial(self._make_reading, *kind) for kind in kinds]
 
     def spans(self, longest: int) -> list[int]:
-        """The lengths that graphs are made for, of texts up to so long."""
+        """The context lengths of graphs, for sequences up to this length."""
         return [FIRST_SPAN << number for number in range((_span(longest) // FIRST_SPAN).bit_length())]
 
     def _make_reading(self, size: int, span: int, texts: int) -> None:
@@ -187,7 +187,7 @@ class GraphEngine(Engine):
         self._read = True
 
     def beside(self, model: Model) -> GraphEngine:
-        """An engine of a second model, whose keys and values lie in the slots of this one's: its own are all taken."""
+        """An engine of a second model that uses the same slot numbers: all slots of its own pool are taken."""
         self._make_storage()  # before the other takes memory
         other = GraphEngine(model, self._compile, capacity=self.pool.capacity)
         other._make_storage()
@@ -215,7 +215,7 @@ class GraphEngine(Engine):
         if self.exact and not reads:
             return self._compute_exactly(rows, logits, (start, stop), hidden, question)
         graph = None
-        if self._read or self.exact or not reads:  # the first text does not wait for a graph to read it
+        if self._read or self.exact or not reads:  # the first prefill does not wait for a graph
             graph = self._launch([rows], [0], (start, stop), hidden, question, reads)
         self._read = True
         if graph is None:
@@ -230,10 +230,10 @@ class GraphEngine(Engine):
         outputs = self._run_packed(works)
         if outputs is None:  # with a dense mask, then
             return super().run(works)
-        return [*outputs]  # by lists, no text sees anything of another's, be it NaN
+        return [*outputs]  # with slot lists, a NaN cannot spread to other sequences
 
     def _run_packed(self, works: Items[Work]) -> list[Output] | None:
-        """By a graph; None where there is none."""
+        """By a graph; None if there is none."""
         start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
         self._make_storage()
         lines = self._lines_for([work.sequence for work in works])
@@ -261,9 +261,9 @@ class GraphEngine(Engine):
         hidden: torch.Tensor | None,
         question: Question | None,
     ) -> Output:
-        """In parts, where there are more rows than the graph takes, or where they reach further than OWN.
+        """In parts, if there are more rows than the graph takes, or if they are deeper than OWN.
 
-        A row's ancestors are never in a later part. Those OWN and more before a row are text to it.
+        A row's ancestors are never in a later part. Those OWN and more before it count as part of the sequence.
         """
         tails, past, count = rows.tails(), len(rows.text), len(rows)
         parts = list[tuple[Numbers, Output]]()
@@ -272,7 +272,7 @@ class GraphEngine(Engine):
             if before:
                 put(tails[chosen[0], :before].tolist(), self._texts[0, past:])
             size = next(size for size in self.sizes if size >= len(chosen))
-            last = chosen[-1] == count - 1  # the question is about the last row of all
+            last = chosen[-1] == count - 1  # the question is about the very last row
             graph = self._graph(size, past + before, layers, question if last else None)
             if hidden is not None:
                 graph.hidden[: len(chosen)] = hidden[torch.from_numpy(chosen).to(hidden.device)]
@@ -281,12 +281,11 @@ class GraphEngine(Engine):
         return parts[0][1] if len(parts) == 1 else _join(parts, count - logits)
 
     def is_exact(self) -> bool:
-        """Whether the rows of a tree have the bits that they have one by one, and a text that is read in other pieces.
+        """Whether rows have the same bits in a draft tree, one by one, and with other prefill chunks.
 
-        Where only texts together have others, they take turns from then on.
-        It is tried with numbers of rows of every kind that kernels know. A few rows cannot show it all: where layers
-        are not compiled, torch's norms add up otherwise for other numbers of rows, and that is seldom seen. So there
-        must be one number then.
+        If bits differ only in batches, sequences take turns from then on. The test uses row counts of every case that
+        kernels distinguish. It cannot show everything: without compiled layers, torch's norms sum differently for other
+        row counts, which is rarely visible. So then all steps must have one size.
         """
         text = [token % self.model.vocabulary for token in range(7, 7 + 3 * 41, 3)]
         answer = [token % self.model.vocabulary for token in (11, 5, 29, 17)]
@@ -301,7 +300,7 @@ class GraphEngine(Engine):
             return False
         for rows in self._tried():
             tokens, parents, path = [text[-1]], [-1], [0]
-            for row in range(1, rows):  # every second row goes on with the answer, while it lasts
+            for row in range(1, rows):  # every second row continues the answer, while it lasts
                 on_path = row % 2 == 0 and len(path) < len(answer)
                 tokens.append(answer[len(path) - 1] if on_path else row % self.model.vocabulary)
                 parents.append(path[-1])
@@ -318,11 +317,11 @@ class GraphEngine(Engine):
         return self._compile or len(self.sizes) == 1
 
     def _tried(self) -> set[int]:
-        """Numbers of rows of every kind that kernels know."""
+        """Row counts of every case that kernels distinguish."""
         return {*self.sizes[::2], self.sizes[-1]}
 
     def use_one_size(self) -> None:
-        """From now on every step of exact mode computes the same number of rows."""
+        """From now on every step in exact mode has the same number of rows."""
         self.sizes = self.sizes[-1:]
         self.name = f"exact, always {self.sizes[0]} rows"
 
@@ -335,7 +334,7 @@ class GraphEngine(Engine):
         question: Question | None,
         reads: bool,
     ) -> _Graph | None:
-        """A graph that has computed the rows; None where there is none for so many. One that `reads` has no logits."""
+        """A graph that has computed the rows; None if there is none for that many. Prefill graphs have no logits."""
         count = sum(map(len, parts))
         longest = max(len(rows.text) + len(rows) * (reads and self.exact) for rows in parts)
         texts = 0 if len(parts) == 1 else next(texts for texts in TEXTS if texts >= len(parts))
@@ -347,7 +346,7 @@ class GraphEngine(Engine):
                     graph.hidden[:count] = hidden
                 if texts:
                     graph.launch_packed(parts, lines, listed=self.exact and reads)
-                elif self.exact:  # it reads: the list of slots has these rows' own
+                elif self.exact:  # prefill: the slot list includes these rows' own
                     (rows,) = parts
                     graph.launch(rows.numbers, np.zeros((count, 1), dtype=np.int64), len(rows.text) + count)
                 else:
@@ -360,22 +359,22 @@ class GraphEngine(Engine):
         return None
 
     def _reading_sizes(self) -> list[int]:
-        """Rows of the graphs that only read."""
+        """Row counts of prefill graphs."""
         return [*self.sizes, *(size for size in (SIZES[-1], *LARGE) if self.sizes and not self.one_size)]
 
     def _make_storage(self) -> None:
-        """The first forward makes the pool's storage, and is not compiled."""
+        """Allocate the pool's storage with a first, uncompiled forward pass."""
         if self.pool.stored(0) is None:
             with self.pool.sequence([0, 0]) as text:
                 self.model.forward(self.pool, self.pool.place(text, chain(0, (), "")), logits=0)
 
     def _update_texts(self, texts: list[tuple[Sequence, Rows]], lines: list[int], listed: bool) -> None:
-        """Bring the lists of the texts' slots up to date on the device. `listed`: those of these rows too."""
+        """Update the sequences' slot lists on the device. `listed`: including these rows' slots."""
         width = self._texts.shape[1]
         places, slots = list[int](), list[int]()
         for (sequence, rows), line in zip(texts, lines, strict=True):
             start = sequence.stable if self._readers[line] is sequence else 0
-            if self._readers[line] is not sequence:  # it may have another line, which is not kept up to date any more
+            if self._readers[line] is not sequence:  # it may have another line, which is now stale
                 self._readers = [None if reader is sequence else reader for reader in self._readers]
                 self._readers[line] = sequence
             more = [int(slot) for slot in rows.numbers[2]] if listed else []
@@ -390,7 +389,7 @@ class GraphEngine(Engine):
             self._texts.view(-1).index_copy_(0, send(places, self.pool.device), send(slots, self.pool.device))
 
     def _lines_for(self, sequences: list[Sequence]) -> list[int]:
-        """A line for each of several texts: the one that it has, or one that none of them has; unused ones first."""
+        """A line for each of several sequences: its own, or one that none of them has; unused ones first."""
         lines = {id(reader): line for line, reader in enumerate(self._readers) if line and reader is not None}
         used = {line for line, reader in enumerate(self._readers) if reader is not None and reader.slots}
         mine = {lines[id(sequence)] for sequence in sequences if id(sequence) in lines}
@@ -414,7 +413,7 @@ class GraphEngine(Engine):
         return graph
 
     def _prepare(self, size: int, span: int, layers: tuple[int, int], texts: int) -> None:
-        """Compile the layers, and our own kernels meanwhile."""
+        """Compile the layers, and our own kernels at the same time."""
         places, last = (self.model, self.pool, self._texts), (layers[1] - 1, layers[1])
         ahead = Ahead()
         try:
@@ -422,7 +421,7 @@ class GraphEngine(Engine):
                 for rows in {PRIME, size, *(self._tried() if self.exact and not texts else ())}:
                     _Graph(*places, rows, span, last, False, self.exact, None, texts).compute()
             self._compile_layers()
-            # Compiled first for a number of rows that is no other size in the model, layers serve all numbers.
+            # Compiled first for a row count that is no other size in the model, layers work for all row counts.
             _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
         finally:
             ahead.wait()  # nothing else may run while a graph is captured
@@ -431,7 +430,7 @@ class GraphEngine(Engine):
     def _do_without_compiler(self, reason: str) -> None:
         self._compile = False
         warnings.warn(
-            f"{self.model.name}: layers cannot be compiled ({reason}). They run as they are, and slower.",
+            f"{self.model.name}: layers cannot be compiled ({reason}). They run uncompiled, and slower.",
             OutpaceWarning,
             stacklevel=3,
         )
@@ -453,7 +452,7 @@ class GraphEngine(Engine):
             if self.exact or size == SIZES[0]:
                 raise InputError(f"no memory for {need}. Use a smaller model, or runtime='plain'.") from error
             self.sizes = [smaller for smaller in self.sizes if smaller < size]
-            raise _NoGraph(f"No memory for {need}: steps of so many rows run without a graph.") from error
+            raise _NoGraph(f"No memory for {need}: larger steps run without a graph.") from error
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             if self._compile:
@@ -468,13 +467,13 @@ class GraphEngine(Engine):
 
 
 def affordable(model: Model, share: float) -> int:
-    """How many slots a share of the device's free memory holds; no more than the texts of all lanes can need."""
+    """How many slots fit in a share of the device's free memory; at most what all lanes can need."""
     trial = Pool(model.device, capacity=16)
     with trial.sequence([0, 0]) as sequence:
         model.forward(trial, trial.place(sequence, chain(0, (), "")), logits=0)
     most = LANES * min(model.context, LONGEST)
     keys, _ = trial.stored(0) or (torch.zeros(1, 1, 1, 1), None)
-    most = min(most, (2**31 - 1) // (keys.shape[1] * keys.shape[3]) - 1)  # kernels count numbers of a layer in 32 bits
+    most = min(most, (2**31 - 1) // (keys.shape[1] * keys.shape[3]) - 1)  # kernels index a layer with 32 bits
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(model.device)
@@ -483,11 +482,11 @@ def affordable(model: Model, share: float) -> int:
 
 
 class _NoGraph(Exception):
-    """There is no graph for this, and the message says why. `sizes` are those that are left."""
+    """There is no graph for this; the message is the reason. `sizes` has the remaining ones."""
 
 
 class _Graph(FixedStep):
-    """One step of the model, or of some of its layers."""
+    """A forward pass of the model, or of some of its layers."""
 
     output: Output
     found: torch.Tensor
@@ -531,9 +530,9 @@ class _Graph(FixedStep):
             self.answer = self.question.function(self.output.hidden.index_select(0, last))
 
     def share(self, count: int, logits: int, first: int = 0, found: torch.Tensor | None = None) -> Output:
-        """What the last launch left of `count` rows from `first` on, with the logits of their last ones.
+        """The output of the last launch for `count` rows from `first` on, with the logits of their last ones.
 
-        `found` has what was found of all rows, if it was brought from the device already.
+        `found` has the best tokens of all rows, if they were already copied from the device.
         """
         rows = slice(first, first + count)
         if not logits:
@@ -544,7 +543,7 @@ class _Graph(FixedStep):
 
 
 def _span(length: int) -> int:
-    """The length of text that a graph is made for, if the text has this length."""
+    """The context length of the graph for a sequence of this length."""
     span = FIRST_SPAN
     while span < length:
         span *= 2
@@ -558,12 +557,12 @@ def _copy(output: Output) -> Output:
 
 
 def _reach(rows: Rows) -> int:
-    """How many tokens beyond the text some row sees, itself included."""
+    """The most tokens beyond the computed sequence that a row attends to, itself included."""
     return int(rows.numbers[1].max()) + 1 - len(rows.text)
 
 
 def _parts(tails: Numbers, depths: Numbers, most: int) -> Iterator[tuple[int, Numbers]]:
-    """Rows that exact attention can do together, `most` at a time; and how many of their ancestors are text to them."""
+    """Rows that exact attention can do together, `most` at a time; and how many of their ancestors count as text."""
     steps = depths // OWN * OWN
     for before in sorted({*steps.tolist()}):
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -575,7 +574,7 @@ def _parts(tails: Numbers, depths: Numbers, most: int) -> Iterator[tuple[int, Nu
 
 
 def _join(parts: list[tuple[Numbers, Output]], asked: int) -> Output:
-    """Outputs of some rows each as one. Logits are of the rows from `asked` on."""
+    """Outputs of parts, concatenated. Logits are of the rows from `asked` on."""
     device = parts[0][1].hidden.device
     rows = np.concatenate([chosen for chosen, _ in parts])
 

@@ -1,4 +1,4 @@
-"""The plain runtime: rows are executed by ordinary forward passes, on any device."""
+"""The plain runtime: ordinary forward passes, on any device."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ See: TypeAlias = "Callable[[torch.Tensor], None]"
 
 
 class Question(NamedTuple):
-    """What to ask about the last row where a climb has left it, in the same run."""
+    """A function of the last row's hidden state after some layers, computed in the same run."""
 
-    owner: Hashable  # names the function: one of the same owner does the same
+    owner: Hashable  # identifies the function: those of one owner are the same
     function: Callable[[torch.Tensor], torch.Tensor]  # of its hidden state [1, width]
 
 
 class Work(NamedTuple):
-    """Rows of one text that are to be computed: what to ask `Engine.climb` of whose engine."""
+    """Rows of one sequence to compute: an engine, and the arguments of its `climb`."""
 
     engine: Engine
     sequence: Sequence
@@ -42,28 +42,28 @@ class Work(NamedTuple):
     question: Question | None = None
 
     def do(self) -> Output:
-        """Compute it alone."""
+        """Compute it, unbatched."""
         return self.engine.climb(*self[1:])
 
     def goes_with(self, other: Work | Turn) -> bool:
-        """Whether the two may share a forward: rows of one pool by the same layers."""
+        """Whether the two can share a forward pass: rows of one pool, by the same layers."""
         if not isinstance(other, Work):
             return False
         return self.engine is other.engine and (self.start, self.stop) == (other.start, other.stop)
 
 
 class Turn(NamedTuple):
-    """The next step of a text that has a place in a program."""
+    """The next step of a sequence that has a lane in a program."""
 
     program: Any
     place: Any
 
     def do(self) -> Any:
-        """Take it alone."""
+        """Take it, unbatched."""
         return self.program.turn([self.place])[0]
 
     def goes_with(self, other: Work | Turn) -> bool:
-        """Whether the two are taken together: texts of one program are."""
+        """Whether the two are taken together, as sequences of one program are."""
         return isinstance(other, Turn) and self.program is other.program
 
 
@@ -72,24 +72,24 @@ Asking: TypeAlias = "Generator[Work, Output, T]"
 
 
 class Engine:
-    """A model and the pool its rows live in."""
+    """A model and its KV pool."""
 
     name = "plain"
-    exact = False  # whether a row has the same bits whatever is computed beside it
-    sizes: Items[int] = ()  # a step computes as many rows as the next of these; without them, as many as it is given
+    exact = False  # whether a row has the same bits in every batch
+    sizes: Items[int] = ()  # row counts of steps, which are padded to the next; empty: any
 
     def __init__(self, model: Model, compiled: bool = False) -> None:
         self.model = model
-        self.compiled = compiled  # whether layers are run compiled, by `model.compile_layers()`
+        self.compiled = compiled  # whether layers are compiled, by `model.compile_layers()`
         if compiled:
             self.name = "compiled"
-        self.costs: CostCurve | None = None  # what steps cost, where it was measured
+        self.costs: CostCurve | None = None  # the cost curve, if measured
         self.pool = Pool(model.device)
-        self.turns = Turns()  # taken for each step, whatever it runs
-        self.notes: dict[Any, Any] = {}  # what a method has found out about this engine, by whose it is
+        self.turns = Turns()  # held for each step
+        self.notes: dict[Any, Any] = {}  # what methods have learnt about this engine, by owner
 
     def for_one_text(self, picker: Picker | None = None) -> Engine:
-        """The engine to write a text with: this one, or one apart for models that see whatever the pool holds.
+        """The engine for a sequence: this one, or a separate one for models that attend to the whole pool.
 
         `picker` will choose its tokens.
         """
@@ -101,21 +101,21 @@ class Engine:
 
     @property
     def most_rows(self) -> int:
-        """How many rows of several texts one forward takes."""
+        """The most rows of a batched forward pass."""
         return self.model.chunk
 
     @property
     def most_drafted(self) -> int:
-        """The same where rows of drafts are among them, whose logits are asked for."""
+        """The same with draft rows among them, which need logits."""
         return self.most_rows
 
     @property
     def most_texts(self) -> int:
-        """Of how many texts one forward takes rows."""
+        """The most sequences of a forward pass."""
         return self.most_rows if self.model.packs else 1
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
-        """How many tokens of text one forward takes, and how many the forward of a draft takes besides."""
+        """Prefill tokens per forward pass, and those that may go along with a draft."""
         return self.model.chunk, self.model.chunk
 
     @property
@@ -124,11 +124,11 @@ class Engine:
         return self.compiled
 
     def program_for(self, method: Any, sampling: Sampling) -> Any:
-        """What takes whole steps of a text without the host; None where the host must stand between."""
+        """The program that takes whole steps without the host; None if the host must take part."""
         return None
 
     def read(self, sequence: Sequence, see: See | None = None, left: int = 0) -> Asking[None]:
-        """Compute the sequence's text but its last token, and up to `left` before it, by asking for the work."""
+        """Prefill: compute the sequence except its last token, and up to `left` before it, by yielding the work."""
         most, _ = self.reading(sequence)
         while (behind := len(sequence.tokens) - 1 - len(sequence.slots)) > left:
             rows = self.pool.place_text(sequence, min(behind, most))
@@ -139,14 +139,14 @@ class Engine:
                 see(output.hidden)
 
     def score(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Scores:
-        """Compute the draft's rows, and before them whatever text of the sequence is not computed yet.
+        """Compute the draft's rows, and before them all tokens of the sequence that are not computed yet.
 
-        The scores are good until the next call. `see` is shown the hidden states of that text, in order.
+        The scores are valid until the next call. `see` gets the hidden states of those tokens, in order.
         """
         return alone(self.scoring(sequence, draft, see))
 
     def scoring(self, sequence: Sequence, draft: Draft, see: See | None = None) -> Asking[Scores]:
-        """`score`, by asking for the work."""
+        """`score`, by yielding the work."""
         if not (draft.is_chain or self.model.branches):
             raise AssertionError("a branching draft reached a model that takes chains only")
         _, left = self.reading(sequence)
@@ -157,10 +157,10 @@ class Engine:
         return Scores(output.logits, output.hidden[-len(draft) :], output.found)
 
     def run(self, works: Items[Work]) -> list[Output | InvalidLogits]:
-        """Compute the works of several texts by the same layers, together. The outputs are good until the next call.
+        """Compute work of several sequences by the same layers, batched. The outputs are valid until the next call.
 
-        A dense mask makes a row multiply by zero what it may not see, so one text's NaN would be every text's. Where
-        there is one, texts are computed apart, and whose it is gets an error and is wiped out of the pool.
+        With a dense mask, masked values are multiplied by zero, so a NaN in one sequence would spread to all. If there
+        is a NaN, sequences are computed one by one; the one that has it gets an error, and its slots are zeroed.
         """
         outputs: list[Output | InvalidLogits] = [*self._run(works)]
         if not any(_is_nan(output) for output in outputs):
@@ -196,14 +196,14 @@ class Engine:
     ) -> Output:
         """Run layers `start` to `stop` on rows of the sequence: `Model.forward`, at this runtime's speed.
 
-        A `question` is answered too. The output is good until the next call.
+        A `question` is answered too. The output is valid until the next call.
         """
         output = self.model.forward(self.pool, rows, logits, start, stop, hidden, self.compiled)
         return answered(output, question)
 
 
 def together(works: Items[Work | Turn]) -> Items[Any]:
-    """What comes of works that go with each other."""
+    """The replies to work that is done together."""
     first = works[0]
     if isinstance(first, Turn):
         replies: list[Any] = first.program.turn([work.place for work in works if isinstance(work, Turn)])
@@ -218,7 +218,7 @@ def answered(output: Output, question: Question | None) -> Output:
 
 
 def alone(asking: Asking[T]) -> T:
-    """What `asking` comes to, its work done at once."""
+    """The result of `asking`, with its work done at once."""
     try:
         work = next(asking)
         while True:
@@ -229,13 +229,13 @@ def alone(asking: Asking[T]) -> T:
 
 
 def joined(works: Items[Work]) -> torch.Tensor | None:
-    """Where the layers before have left the rows of all works; None for rows that begin at the first layer."""
+    """The hidden states that all rows start from; None for rows that start at the first layer."""
     left = [work.hidden for work in works if work.hidden is not None]
     return torch.cat(left) if left else None
 
 
 def deal(works: Items[Work], output: Output) -> list[Output]:
-    """Each work's share of what was computed together. Questions are answered too."""
+    """Each one's share of a batched output. Questions are answered too."""
     asked = [work.logits for work in works]
     hidden = torch.split(output.hidden, [len(work.rows) for work in works])
     logits = torch.split(output.logits, asked)

@@ -1,7 +1,7 @@
-"""A whole step as one program: draft, rows, score, pick, walk, keep and learn, without the host.
+"""A whole step as one program, without the host: draft, score, verify, keep and learn.
 
-The texts lie in lanes on the device. A program is a function of their state, captured as one CUDA graph. The host
-launches it one step ahead, and reads what came of the step before.
+The sequences are in lanes on the device. A program is a function of their state, captured as one CUDA graph. The host
+launches it one step ahead, and reads the results of the step before.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ from .sizes import TRIED, Arm, Expected, Gains, Sizes
 if TYPE_CHECKING:
     from .graphs import GraphEngine
 
-LANES = 64  # texts that a program has at the same time
-GROUPS = (1, 4, 16, 64)  # of how many lanes a graph takes rows
-ROWS = 64  # that the lanes of a graph share, if they are several: so many cost little more than one
-PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # rows of a prompt that heads are shown at a time
-PACE = 0.1  # how quickly what a step is expected to bring follows what steps bring
+LANES = 64  # the most sequences of a program
+GROUPS = (1, 4, 16, 64)  # batch sizes of graphs
+ROWS = 64  # rows that several lanes share: this many cost little more than one
+PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # prefill chunk of heads
+PACE = 0.1  # smoothing of tokens per step
 
 
 class Stepped(NamedTuple):
-    """What a step has left of one text."""
+    """The results of a step for one sequence."""
 
     rows: tuple[int, ...]  # accepted, row 0 first
     tokens: tuple[int, ...]  # the target's choice after each
     draft: Draft
-    fault: bool  # after these tokens the target had nothing to choose
-    free: int  # so many of the first rows a source without costs has guessed, row 0 included
-    cost: tuple[float, float] | None  # milliseconds of this step, and of one with a single row, where they are known
+    fault: bool  # after these tokens the target had no token to choose
+    free: int  # how many first rows a free source has drafted too, row 0 included
+    cost: tuple[float, float] | None  # milliseconds of this step, and of a one-row step, if known
 
 
 class Place:
-    """A text in a program."""
+    """A sequence in a program."""
 
     def __init__(self, limit: int, gains: Gains) -> None:
-        self.limit = limit  # the length at which it rests
-        self.lane = -1  # the one that it has now; below 0 it is still being read
-        self.length = 0  # as far as its steps were read
-        self.pace = 1.0  # tokens that a step brings
+        self.limit = limit  # the length at which it becomes idle
+        self.lane = -1  # its lane now; below 0 during prefill
+        self.length = 0  # as far as results were read
+        self.pace = 1.0  # mean tokens per step
         self.gains = gains
-        self.taken = 0  # steps that were read
-        self.frugal = False  # whether a step went without the costly sources: what they know of the text has a gap
-        self.reading: Clock | None = None  # of the costly sources' reading of the prompt, until it is looked at
-        self.steps: deque[Stepped] = deque()  # that were read, and nobody asked for yet
+        self.taken = 0  # steps whose results were read
+        self.frugal = False  # whether a step left out costly sources: their state has a gap
+        self.reading: Clock | None = None  # of the costly sources' prefill, until it is read
+        self.steps: deque[Stepped] = deque()  # read, but not requested yet
         self.ended = False
 
     def add(self, stepped: Stepped, arm: Arm, expected: Expected | None) -> None:
-        """Such a step has brought this; what was expected of it where chances are learnt."""
+        """Add the results of a step, with the expected tokens if acceptance is learnt."""
         tokens = len(stepped.tokens)
         self.length += tokens
         self.taken += 1
@@ -82,7 +82,7 @@ class Place:
 
 
 class Program:
-    """Steps of one method, for the texts in its lanes."""
+    """Steps of one method, for the sequences in its lanes."""
 
     def __init__(self, engine: GraphEngine, plan: Plan) -> None:
         model, device = engine.model, engine.pool.device
@@ -93,36 +93,36 @@ class Program:
         self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
         self.probes = sum(source.probes for source in self.sources)
         assert self.rows > self.probes
-        # How far a path reaches: no further than a source guesses, nor than there are rows.
+        # The deepest path: limited by the sources' depth and by the rows.
         self.deepest = min(max((source.deepest for source in self.sources), default=0), self.rows - 1)
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
         self.choices = Choices(LANES, model.vocabulary, device)
         self.sizes = Sizes()
         self.chances = plan.learned(families(self.sources)) if plan.learned else None
-        self.table: torch.Tensor | None = None  # what is believed, where the sources' chances are learnt
+        self.table: torch.Tensor | None = None  # corrected probabilities, if acceptance is learnt
         if self.chances is not None:
             self.table = torch.zeros(len(self.names), KNOTS, device=device)
             self._believe()
-        # Where texts may not share a forward, as in exact mode, one is here, and the host writes the others.
+        # If sequences cannot be batched, as in some exact modes, one is here, and the host decodes the others.
         self._most = LANES if engine.most_texts > 1 else 1
-        self._places: list[Place] = []  # of all texts, those that are being read included
+        self._places: list[Place] = []  # of all sequences, including those in prefill
         self._graphs: dict[tuple[int, int, bool, int, frozenset[str]], _Whole | None] = {}
-        self._prompts: dict[tuple[Reading, int, int], _Prompt] = {}  # by source, rows and length of text
-        self._prompt = torch.zeros(1, longest, dtype=torch.long, device=device)  # slots of the prompt that is fed
-        self._flying: list[_Flight] = []  # launched, and not read yet
+        self._prompts: dict[tuple[Reading, int, int], _Prompt] = {}  # by source, rows and context length
+        self._prompt = torch.zeros(1, longest, dtype=torch.long, device=device)  # slots of the prompt in heads' prefill
+        self._flying: list[_Flight] = []  # launched, results not read yet
 
     @property
     def margin(self) -> int:
-        """Slots and places that a text needs beyond its greatest length, for rows that are not accepted."""
+        """Slots that a sequence needs beyond its maximum length, for rows that are not accepted."""
         climbing = [_room(max(source.asks), LANES) for source in self.sources if isinstance(source, Climbing)]
         sizes = [self.size(group, rows) for group in GROUPS for rows in self.rows_of(group)]
         return max(*sizes, *climbing) + self.deepest + 2
 
     def rows_of(self, lanes: int) -> Items[int]:
-        """Rows of each lane's tree, the root included, that a step of so many lanes may have. The most come last.
+        """Possible rows per lane, root included, for a step of this many lanes; the most last.
 
-        Several lanes share what is cheap.
+        Several lanes share the cheap rows.
         """
         most = min(self.rows, max(self.probes + 1, ROWS // lanes, 2)) if lanes > 1 else self.rows
         if not self.plan.sizes:
@@ -131,12 +131,12 @@ class Program:
         return [*(rows for rows in fewer if self.probes < rows < most), most]
 
     def size(self, lanes: int, rows: int) -> int:
-        """The rows of a lane with those that fill up."""
+        """The rows of a lane, padding included."""
         if self.engine.one_size:
             (most,) = self.engine.sizes
             return -(-rows // most) * most
         if lanes == 1:
-            return max(2, -(-rows // 8) * 8 if rows > 2 else 2)  # one row alone would be compiled apart
+            return max(2, -(-rows // 8) * 8 if rows > 2 else 2)  # a single row would be compiled separately
         size = 1
         while size < rows:
             size *= 2
@@ -144,33 +144,33 @@ class Program:
 
     @property
     def fits(self) -> bool:
-        """Whether its drafts reach no further than one forward does: in exact mode that is not far."""
+        """Whether its drafts are not too deep for one forward pass, which matters in exact mode."""
         return not self.engine.exact or self.deepest < OWN
 
     @property
     def idle(self) -> bool:
-        """Whether no text is in its lanes."""
+        """Whether its lanes are empty."""
         return not self._places
 
     def _limit(self, prompt: int, more: int | None) -> int:
-        """The length that a text may grow to."""
+        """The maximum length of a sequence."""
         context = self.engine.model.context
         return context if more is None else min(prompt + more, context)
 
     def _span(self, limit: int) -> int:
-        """The length of text that a graph is made for, if texts may grow so long."""
+        """The context length of the graph for sequences up to this length."""
         return self.engine.span(min(limit, self.engine.pool.capacity) + self.deepest + 1)
 
     def sees(self, place: Place, seen: list[torch.Tensor]) -> Any:
-        """What is to be shown the hidden states of a prompt: None, if no source reads them."""
+        """What receives the hidden states of prefill; None if no source reads them."""
         reads = not place.frugal and any(isinstance(source, Reading) for source in self.sources)
         return (lambda hidden: seen.append(hidden.clone())) if reads else None
 
     def reserve(self, sequence: Sequence, sampling: Sampling, more: int | None) -> Place | None:
-        """A place for a text that nothing is computed of yet, and slots for all that it may become.
+        """A place for a new sequence, with slots for its maximum length.
 
-        It may grow by `more` tokens, or to the end of the context. Its slots come back with the sequence. None where
-        no lane is free, there is no graph for so many, or the context is larger than the pool.
+        It may grow by `more` tokens, or to the end of the context. Its slots are freed with the sequence. None if no
+        lane is free, there is no graph for that many, or the context is larger than the pool.
         """
         self.choices.check(sampling)
         if len(self._places) == self._most:
@@ -180,10 +180,10 @@ class Program:
         grown = max(limit - len(sequence.tokens), 0)
         pool, needed = self.engine.pool, behind + grown + self.margin
         if more is None and pool.held + needed > pool.capacity:
-            return None  # nobody asked for so much: the host gives slots as they are needed
+            return None  # no explicit limit: let the host allocate slots as needed
         sequence.reserved = pool.allocate(needed)
         kind = (_group(len(self._places) + 1), self._span(limit), self.choices.needs | needs_of(sampling))
-        arms = [graph.arm for graph in self._steps(*kind)]  # they are made now, not in the midst of a text
+        arms = [graph.arm for graph in self._steps(*kind)]  # made now, not in the middle of decoding
         if not arms:
             pool.free(sequence.reserved)
             sequence.reserved = []
@@ -196,9 +196,9 @@ class Program:
         return place
 
     def open(self, place: Place, sequence: Sequence, sampling: Sampling, seen: list[torch.Tensor]) -> None:
-        """Take over a text whose tokens but the last are computed, in the place that was reserved for it.
+        """Start a prefilled sequence (all but its last token) in its reserved place.
 
-        `seen` has the hidden states of what is computed, if a source reads them.
+        `seen` has its hidden states, if a source reads them.
         """
         lane = place.lane = self._free_lanes()[0]
         place.length = len(sequence.tokens)
@@ -217,12 +217,12 @@ class Program:
                         sequence.reader, sequence.read = self.reader, len(sequence.slots)
                 if isinstance(source, Writing):
                     source.begin(sequence)
-            if seen and len(self._prompts) == made:  # otherwise most of the time went into graphs
+            if seen and len(self._prompts) == made:  # otherwise most of the time went into making graphs
                 reading.stop()
                 place.reading = reading
 
     def _feed(self, source: Reading, seen: list[torch.Tensor], sequence: Sequence) -> Any:
-        """Show a source the states of the computed text, or of its end, as far as `seen` has them."""
+        """Feed a source the hidden states of the prefill, or of its end, as far as `seen` has them."""
         start = len(sequence.slots) - sum(map(len, seen))
         put(sequence.slots, self._prompt[0])
         for states in seen:
@@ -233,7 +233,7 @@ class Program:
         return prompt.fed
 
     def _prompt_step(self, source: Reading, size: int, span: int) -> _Prompt:
-        """What shows a source so many rows of prompts up to so long."""
+        """The step that feeds a source this many rows of prompts up to this length."""
         key = (source, size, span)
         if key not in self._prompts:
             made = self.engine.captured(lambda: _Prompt(self, *key), size, span, 1)
@@ -242,11 +242,11 @@ class Program:
 
     @property
     def reader(self) -> object:
-        """Heads whose states must lie in the slots that a text takes over."""
+        """Heads whose state must be in reused slots."""
         return next((s.heads for s in self.sources if isinstance(s, Reading) and s.reads_text), None)
 
     def close(self, place: Place, sequence: Sequence, written: Items[int]) -> None:
-        """The text has ended, with these new tokens. Whatever is still computed for it goes nowhere that matters."""
+        """The sequence has ended, with these new tokens. Steps still in flight for it have no effect."""
         if place.ended:
             return
         if place.lane >= 0 and (self.engine.pool.keeps or sequence.grows):
@@ -264,17 +264,17 @@ class Program:
                     source.leave(place.lane, sequence.salt)
 
     def _hand_back(self, place: Place, sequence: Sequence, written: Items[int]) -> None:
-        """Tell the sequence which slots its text has by now. Steps only change the order of those behind it."""
+        """Update the sequence's slots. Later steps only reorder the spare ones."""
         sequence.tokens += written
         count = len(sequence.tokens) - 1
         owned = [*sequence.slots, *sequence.reserved]
         sequence.slots = self.lanes.slots[place.lane, :count].tolist()
         sequence.reserved = [*{*owned}.difference(sequence.slots)]
-        if self.reader is not None and not place.frugal:  # otherwise they have read no more than the prompt
+        if self.reader is not None and not place.frugal:  # otherwise they have read the prompt only
             sequence.read = count
 
     def turn(self, places: Items[Place]) -> list[Stepped | None]:
-        """The next step of each text; None where it is not there yet: ask again. The one after it is begun.
+        """The next step of each sequence; None if it is not ready yet: ask again. Launches the one after it.
 
         None for all, if one of them is not open.
         """
@@ -285,9 +285,9 @@ class Program:
         return [place.steps.popleft() if place.steps else None for place in places]
 
     def _read(self) -> None:
-        """Read the oldest step of all lanes. Whoever did not ask for his yet will."""
+        """Read the results of the oldest step, for all lanes; they are stored until requested."""
         flight = self._flying.pop(0) if self._flying else self._launch()
-        # Where all texts will probably end with this one, the next would be in vain.
+        # If all sequences will probably end with this step, do not launch another.
         if not self._flying and any(place.length + place.pace < place.limit for place in self._open()):
             self._flying.append(self._launch())
         numbers = flight.read()
@@ -304,10 +304,10 @@ class Program:
             expected = numbers[lanes][:, -EXPECTED:].copy().view(np.float32).tolist()
         for lane, line, hoped in zip(lanes, numbers[lanes].tolist(), expected, strict=True):
             stepped = self._unpack(line, flight.size, cost)
-            if stepped.tokens or stepped.fault:  # otherwise it rests
+            if stepped.tokens or stepped.fault:  # otherwise it is idle
                 flight.places[lane].add(stepped, flight.arm, hoped)
         if self.chances is not None:
-            # Where costly sources have a gap they guess badly, which says nothing of them elsewhere.
+            # With a gap in their state, costly sources draft badly; do not count that.
             lanes = [lane for lane in lanes if not (flight.arm.costly and flight.places[lane].frugal)]
             self._learn(numbers[lanes], flight.size)
 
@@ -319,7 +319,7 @@ class Program:
         graphs = {graph.arm: graph for graph in self._steps(group, span, self.choices.needs)}
         if not graphs:
             raise InputError(
-                "no memory is left for the steps of these texts. Write fewer at once, or use runtime='plain'."
+                "there is no memory left for steps of this batch. Use a smaller batch, or runtime='plain'."
             )
         arm = self.sizes.choose([place.gains for place in places], self._allowed(places, [*graphs]))
         for place in places:
@@ -327,7 +327,7 @@ class Program:
         return _Flight({place.lane: place for place in places}, graphs[arm])
 
     def _allowed(self, places: Items[Place], arms: Items[Arm]) -> Items[Arm]:
-        """The steps that these texts may take next. Without costly sources they go on for good."""
+        """The possible next steps of these sequences. Once costly sources are left out, they stay out."""
         if all(place.frugal for place in places):
             return [arm for arm in arms if not arm.costly] or arms
         if all(place.frugal or place.taken >= TRIED for place in places):
@@ -335,14 +335,14 @@ class Program:
         return [arm for arm in arms if arm.costly] or arms
 
     def _open(self) -> list[Place]:
-        """Of the texts that are being written."""
+        """The open places."""
         return [place for place in self._places if place.lane >= 0]
 
     def _free_lanes(self) -> list[int]:
         return sorted({*range(self._most)} - {place.lane for place in self._open()})
 
     def _move_below(self, group: int) -> None:
-        """Bring all texts to the first lanes, so that a graph of fewer lanes serves them."""
+        """Move all sequences to the first lanes, so that a graph of fewer lanes is enough."""
         free = iter(self._free_lanes())
         for place in self._open():
             if place.lane >= group:
@@ -356,11 +356,11 @@ class Program:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """What sources hold of each lane."""
+        """The sources' state, by lane."""
         return [part for source in self.sources for part in source.state]
 
     def _steps(self, group: int, span: int, needs: frozenset[str]) -> list[_Whole]:
-        """The steps of so many lanes, fewest rows first; none where they cannot be captured."""
+        """The steps for this many lanes, fewest rows first; none if they cannot be captured."""
         found = []
         for rows, costly in self._kinds(group):
             key = (group, rows, costly, span, needs)
@@ -377,9 +377,9 @@ class Program:
         return found
 
     def _kinds(self, group: int) -> list[tuple[int, bool]]:
-        """Rows of each lane's tree, and whether costly sources are asked, of the steps that so many lanes may take.
+        """Rows per lane, and use of costly sources, of the possible steps of this many lanes.
 
-        Where they can be left out, they are if there is one row.
+        If costly sources can be left out, one-row steps do so.
         """
         sizes = self.rows_of(group)
         if not (self.costly and self.plan.sizes):
@@ -387,9 +387,9 @@ class Program:
         return [(rows, costly) for costly in (False, True) for rows in sizes if rows > 1 or not costly]
 
     def makings(self, samplings: Items[Sampling], texts: int, longest: int) -> list[Callable[[], object]]:
-        """What makes the steps of up to so many texts, up to so long and chosen like these, one by one.
+        """Functions that make the steps for up to this many sequences of up to this length, one by one.
 
-        Otherwise a size is made when it is first used, and all texts wait.
+        Otherwise a size is made at first use, and all sequences wait.
         """
         kinds = dict.fromkeys(needs_of(sampling) for sampling in samplings)
         groups = [group for group in GROUPS if group <= _group(min(texts, self._most))]
@@ -401,14 +401,14 @@ class Program:
         return made
 
     def _believe(self) -> None:
-        """Bring to the device what is believed of the sources by now."""
+        """Copy the current table of acceptance to the device."""
         assert self.chances is not None
         assert self.table is not None
         with torch.inference_mode():
             put(self.chances.table().tolist(), self.table)
 
     def _unpack(self, line: list[int], size: int, cost: tuple[float, float] | None) -> Stepped:
-        """Of one lane what `_Whole._report` has packed."""
+        """Unpack the report of one lane: see `_Whole._report`."""
         deep = self.deepest + 1
         count, fault = line[:2]
         count = min(count, fault) if fault >= 0 else count
@@ -422,7 +422,7 @@ class Program:
         return Stepped(tuple(path), tuple(tokens), draft, fault >= 0, free, cost)
 
     def _learn(self, numbers: Numbers, size: int) -> None:
-        """Count the guesses of some lanes, as they were packed."""
+        """Count the draft tokens of some lanes, from packed reports."""
         assert self.chances is not None
         deep = self.deepest + 1
         counts, faults = numbers[:, :1], numbers[:, 1:2]
@@ -439,10 +439,10 @@ class Program:
 
 
 class _Flight:
-    """A step that the device computes, or has computed."""
+    """A launched step."""
 
     def __init__(self, places: dict[int, Place], graph: _Whole) -> None:
-        self.places = places  # by the lanes that they had
+        self.places = places  # by their lanes at launch
         self.size, self.arm = graph.each, graph.arm
         self._clock = Clock(graph.pool.device)
         graph.run()
@@ -450,18 +450,18 @@ class _Flight:
         self._clock.stop()
 
     def read(self) -> Numbers:
-        """[lanes, numbers] what was reported; waits for it."""
+        """[lanes, numbers] the report; waits for it."""
         self._clock.wait()
         numbers: Numbers = self._report.numpy()
         return numbers
 
     def ms(self) -> float:
-        """How long it took, once it was read."""
+        """Its duration, once read."""
         return self._clock.ms()
 
 
 class _Trees(FixedStep):
-    """Trees of some lanes, `each` rows a lane, at most `deepest` deep."""
+    """Trees of some lanes, `each` rows per lane, at most `deepest` deep."""
 
     def __init__(self, program: Program, group: int, each: int, span: int, deepest: int) -> None:
         engine = program.engine
@@ -475,9 +475,9 @@ class _Trees(FixedStep):
             self._place_lanes(each)
 
     def _place(self, rows: Rows) -> None:
-        """Write the rows to where the model reads them."""
+        """Write the rows to the model's static buffers."""
         lanes, fixed = self.lanes, self.rows
-        start = (lanes.lengths - 1).clamp(min=0) * lanes.active()  # a lane at rest has no text
+        start = (lanes.lengths - 1).clamp(min=0) * lanes.active()  # an idle lane has no context
         slots = lanes.slots_for(rows, self.pool.scratch)
         fixed.tokens.copy_(rows.tokens.flatten())
         fixed.positions.copy_((start[:, None] + rows.depths).flatten())
@@ -495,9 +495,9 @@ class _Trees(FixedStep):
 
 
 class _Whole(_Trees):
-    """The step of some lanes, in one graph, each with `most` rows at most, with or without costly sources."""
+    """The whole step of some lanes as one graph, with up to `most` rows each, with or without costly sources."""
 
-    ms = 0.0  # how long it takes, with all lanes at rest
+    ms = 0.0  # its duration with all lanes idle
 
     def __init__(self, program: Program, group: int, most: int, costly: bool, span: int, needs: frozenset[str]) -> None:
         super().__init__(program, group, program.size(group, most), span, program.deepest)
@@ -523,7 +523,7 @@ class _Whole(_Trees):
         ]
         self.report = torch.zeros(0)
         if self.fused:
-            self.rows.lists.tree.zero_()  # of each lane's rows only the words of the lane are written
+            self.rows.lists.tree.zero_()  # only each lane's own mask words are written
 
     def _step(self) -> None:
         program, lanes = self.program, self.lanes
@@ -547,7 +547,7 @@ class _Whole(_Trees):
         self.report = report
 
     def _draft(self) -> Rows:
-        """The rows of the step, from what all sources guess, where the model reads them."""
+        """The draft of all sources, as rows in the model's static buffers."""
         program, lanes, plan, model = self.program, self.lanes, self.program.plan, self.model
         sources = self.sources if self.most > 1 else []
         asked = any(source.asks_room for source in sources) or (sources and not self.fused)
@@ -562,7 +562,7 @@ class _Whole(_Trees):
         return rows
 
     def _guesses(self, source: Source, room: torch.Tensor) -> list[Nodes]:
-        """What a source guesses. Some have rows computed on their way."""
+        """A source's nodes. Some need forward passes for them."""
         how = (self.program.choices, self.needs)
         try:
             if isinstance(source, Climbing):
@@ -581,7 +581,7 @@ class _Whole(_Trees):
         return source.guess(self.texts, room)
 
     def _score(self) -> Any:
-        """Where all forwards have one size, in parts of it; a row's ancestors are never in a later part."""
+        """In parts, if all forward passes have one size; a row's ancestors are never in a later part."""
         engine = self.program.engine
         most = engine.sizes[0] if engine.one_size else self.size
         if self.size <= most:
@@ -609,7 +609,7 @@ class _Whole(_Trees):
         return torch.cat([part.int() for part in (*numbers, rows.sources, marks, *said)], 1)
 
     def capture(self, memory: Any) -> Any:
-        """Without a trace in the lanes: they rest meanwhile, and all is as it was afterwards."""
+        """Capture with all lanes idle; their state is restored afterwards."""
         program = self.program
         state = [*program.lanes.state, *program.choices.state, *program.state]
         saved = [part.clone() for part in state]
@@ -633,7 +633,7 @@ class _Whole(_Trees):
         return clock.ms()
 
     def bring(self) -> torch.Tensor:
-        """The report on its way to the host."""
+        """Start copying the report to the host."""
         if not self.on_gpu:
             return self.report.clone()
         here = torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True)
@@ -642,14 +642,14 @@ class _Whole(_Trees):
 
 
 class _Climb(_Trees):
-    """Rows that a source has the first layers compute while it guesses."""
+    """Rows that a source computes with the first layers to draft."""
 
     def __init__(self, program: Program, layer: int, group: int, rows: int, span: int, deepest: int) -> None:
         super().__init__(program, group, _room(rows, group), span, deepest)
         self.layer = layer
 
     def states(self, rows: Rows) -> torch.Tensor:
-        """[lanes, rows, width] where the layers leave the rows."""
+        """[lanes, rows, width] the hidden states after these layers."""
         count = rows.tokens.shape[1]
         missing = self.each - count
 
@@ -665,7 +665,7 @@ class _Climb(_Trees):
 
 
 class _Writer(FixedStep):
-    """Rows of a model that a source has of its own."""
+    """Rows of a source's own model."""
 
     def __init__(self, program: Program, source: Writing, group: int, rows: int, span: int) -> None:
         engine = source.engine
@@ -679,7 +679,7 @@ class _Writer(FixedStep):
             self._place_lanes(self.each)
 
     def logits(self, offset: int, tokens: torch.Tensor) -> torch.Tensor:
-        """[lanes, words] behind the last of `tokens` [lanes, rows], which begin so far behind the ends of the texts."""
+        """[lanes, vocabulary] after the last of `tokens` [lanes, rows], which start at this offset from the ends."""
         lanes, rows, count = self.lanes, self.rows, tokens.shape[1]
         place = torch.arange(self.each, device=tokens.device)
         start, active = lanes.lengths + offset, lanes.active()
@@ -698,7 +698,7 @@ class _Writer(FixedStep):
 
 
 class _Heads(FixedStep):
-    """What heads read of the rows that a step has kept."""
+    """Feeds heads the rows that a step has accepted."""
 
     def __init__(
         self, program: Program, source: Reading, group: int, rows: int, span: int, needs: frozenset[str], fused: bool
@@ -708,7 +708,7 @@ class _Heads(FixedStep):
         deepest = min(program.deepest, max(rows - 1, 1))
         self.each = deepest + 1
         if group > 1:
-            self.each = 1 << deepest.bit_length()  # a power of two: no lane begins amid a word of another
+            self.each = 1 << deepest.bit_length()  # a power of two: no lane starts inside another's mask word
         super().__init__(
             engine.model, engine.pool, program.lanes.slots, group * self.each, span, False, group if group > 1 else 0
         )
@@ -720,7 +720,7 @@ class _Heads(FixedStep):
         _show(self.rows.lists.tree, causal)
 
     def read(self, before: torch.Tensor, kept: Walk, hidden: torch.Tensor) -> None:
-        """Rows [lanes, deepest + 1] that were kept behind so many tokens of text `before`."""
+        """Rows [lanes, deepest + 1] that were accepted after `before` tokens."""
         if self.fused:
             index, last = fused.follow(
                 kept, before, self.lanes, self.rows, self.each, hidden.shape[1], self.pool.scratch
@@ -750,7 +750,7 @@ class _Heads(FixedStep):
 
 
 class _Prompt(FixedStep):
-    """What a source reads of a prompt, some of its rows at a time."""
+    """Feeds a source a prompt, chunk by chunk."""
 
     fed: Any
 
@@ -766,7 +766,7 @@ class _Prompt(FixedStep):
         self.fed = self.source.feed(self.rows, self.hidden, last)
 
     def feed(self, states: torch.Tensor, start: int, sequence: Sequence) -> None:
-        """States of the text from `start` on."""
+        """Feed hidden states from `start` on."""
         count = len(states)
         stop = start + count
         self.hidden[:count].copy_(states[:, : self.hidden.shape[1]])
@@ -775,7 +775,7 @@ class _Prompt(FixedStep):
 
 
 def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:
-    """Write what rows see of each other [lanes, rows, rows] as bits among the rows of all lanes [all rows, words]."""
+    """Write the mask among rows [lanes, rows, rows] as bits over the rows of all lanes [all rows, words]."""
     words = pack(sees)  # [lanes, rows, words]
     lanes, each, count = words.shape
     if lanes == 1:
@@ -790,10 +790,10 @@ def _show(tree: torch.Tensor, sees: torch.Tensor) -> None:
 
 
 def _room(rows: int, group: int) -> int:
-    """Rows of each lane that are made for so many: of several lanes none may begin amid a word of another."""
-    return max(2, rows) if group == 1 else 1 << (rows - 1).bit_length()  # one row alone would be compiled apart
+    """Rows allocated per lane: with several lanes none may start inside another's mask word."""
+    return max(2, rows) if group == 1 else 1 << (rows - 1).bit_length()  # a single row would be compiled separately
 
 
 def _group(texts: int) -> int:
-    """Of how many lanes a graph is made, for so many texts."""
+    """The number of lanes of the graph for this many sequences."""
     return next(group for group in GROUPS if group >= texts)

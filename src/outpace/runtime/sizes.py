@@ -1,4 +1,4 @@
-"""How many rows the next step has: as many as bring the most tokens a second, found while texts are written."""
+"""How many rows the next step has: as many as give the most tokens per second, learnt while decoding."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from ..step.chances import CUTS
 Expected: TypeAlias = "Sequence[float]"
 """[EXPECTED] what trees of so many rows may bring: see `nodes.plant`."""
 
-HOPE = [1.0 + 0.25 * place for place in range(len(CUTS))]  # what is expected where nothing is known yet
-RATE = 0.1  # how quickly what is known of a text's trees follows them
-SURE = 0.03  # how quickly what is known of how often they are right does
-SLOWLY = 0.01  # how quickly what is known of the next text's beginning follows the steps of texts
-WAIT = 8  # steps of one row until the most are tried again
-LONGEST = 128  # the same, where they were tried in vain again and again
-TIMING = 0.1  # how quickly the known milliseconds follow the measured ones
-BOLD = 1.1  # so much quicker steps with fewer guesses must be: those that are wrong teach recycling, too
-CERTAIN = 1.03  # so much quicker steps without costly sources must be
-TRIED = 12  # steps with them, at least, before a text goes on without
-AGAIN = 8  # so many texts that are written alone until one begins with them again, where they did not pay
-LENGTH = 128.0  # tokens that a text is expected to have before any has ended
+HOPE = [1.0 + 0.25 * place for place in range(len(CUTS))]  # expected tokens where nothing is known yet
+RATE = 0.1  # smoothing of a sequence's expected tokens
+SURE = 0.03  # smoothing of its acceptance
+SLOWLY = 0.01  # smoothing of the prior for new sequences
+WAIT = 8  # one-row steps before the largest is tried again
+LONGEST = 128  # the same, after repeated failures
+TIMING = 0.1  # smoothing of step times
+BOLD = 1.1  # smaller steps must be this much faster: rejected rows teach recycling too
+CERTAIN = 1.03  # steps without costly sources must be this much faster
+TRIED = 12  # the least steps with them before a sequence drops them
+AGAIN = 8  # unbatched sequences before they are tried again, if they did not pay
+LENGTH = 128.0  # expected length of a sequence before any has ended
 
 
 class Arm(NamedTuple):
-    """A step that could be taken."""
+    """A kind of step that could come next."""
 
     rows: int
-    costly: bool  # whether sources whose own work takes time, like heads, are asked, too
-    kind: tuple[Hashable, ...]  # steps of one kind take as long as each other
+    costly: bool  # whether it includes costly sources, such as heads
+    kind: tuple[Hashable, ...]  # steps of one kind take the same time
 
 
 class _Known:
-    """What is known of one kind of tree of a text."""
+    """Statistics of one kind of tree of a sequence."""
 
     def __init__(self, before: _Known | None = None) -> None:
         self.tokens: list[float] = [*before.tokens] if before else [*HOPE]  # expected, by CUTS
-        self.hoped: float = before.hoped if before else 1.0  # guesses that were expected to be right, in a step
-        self.right: float = before.right if before else 1.0  # and that were
+        self.hoped: float = before.hoped if before else 1.0  # accepted draft tokens per step, expected
+        self.right: float = before.right if before else 1.0  # and observed
 
     def learn(self, tokens: Sequence[float], hoped: float, right: int) -> None:
         self.tokens = [known + RATE * (new - known) for known, new in zip(self.tokens, tokens, strict=True)]
@@ -57,13 +57,13 @@ class _Known:
 
 
 class Gains:
-    """The tokens that steps of one text bring, by their rows, with costly sources and without.
+    """Expected tokens per step of one sequence, by rows, with costly sources and without.
 
-    What a tree is expected to bring is the sum of the chances of its guesses, and so it is known of trees of any size
-    whenever one is made. How often guesses are right in this text, beside what is expected, is counted.
+    The expected tokens of a tree are the sum of its acceptance probabilities, so they are known for trees of any size
+    whenever one is built. They are scaled by the observed acceptance in this sequence.
 
     >>> gains = Gains()
-    >>> for _ in range(200):  # guesses are right half as often as expected; those that are free, as expected
+    >>> for _ in range(200):  # half the expected acceptance; free sources as expected
     ...     gains.learn([1, 1.5, 2, 3, 3, 3, 3, 1, 1, 1, 1.5, 2, 2, 2, 1], Arm(16, True, ()), tokens=2, free=2)
     >>> [round(gains.tokens(rows), 1) for rows in (1, 4, 8, 64)]
     [1.0, 1.5, 2.0, 2.0]
@@ -77,24 +77,24 @@ class Gains:
         self._without: _Known = _Known(before._without if before else None)
 
     def learn(self, expected: Expected, arm: Arm, tokens: int, free: int) -> None:
-        """Such a step has brought so many tokens; `free` of them come of guesses that cost nothing, or of none."""
+        """Learn from a step that gave `tokens`; `free` of them from sources that cost nothing, or the model."""
         if arm.costly:
             self.asked += 1
             self._with.learn(expected[: len(CUTS)], _between(expected, arm.rows) - 1.0, tokens - 1)
         self._without.learn(expected[len(CUTS) : -1], expected[-1], min(free, tokens) - 1)
 
     def tokens(self, rows: int, costly: bool = True) -> float:
-        """What a step of so many rows is expected to bring."""
+        """Expected tokens of a step with this many rows."""
         return (self._with if costly else self._without).brings(rows)
 
     def follow(self, other: Gains, rate: float) -> None:
-        """Become more like another text's."""
+        """Move towards another sequence's statistics."""
         self._with.follow(other._with, rate)
         self._without.follow(other._without, rate)
 
 
 def _between(tokens: Sequence[float], rows: int) -> float:
-    """Of what is known by CUTS, for so many rows."""
+    """Interpolate values by CUTS for this many rows."""
     right = min(bisect_left(CUTS, rows), len(CUTS) - 1)
     left = max(right - 1, 0)
     if rows >= CUTS[right]:
@@ -103,40 +103,40 @@ def _between(tokens: Sequence[float], rows: int) -> float:
 
 
 class Sizes:
-    """Chooses among steps, by what they bring and how long they took."""
+    """Chooses the next step by expected tokens and measured time."""
 
     def __init__(self) -> None:
-        self.chosen = Counter[tuple[int, bool]]()  # steps, by their rows and whether costly sources were asked
-        self._before = Gains()  # what is expected of a text of which nothing is known
-        self._rested: dict[Hashable, float] = {}  # milliseconds of each kind of step without a text
-        self._ms: dict[Hashable, float] = {}  # and with texts
-        self._drift = 1.0  # what the second have of the first
+        self.chosen = Counter[tuple[int, bool]]()  # number of steps, by rows and use of costly sources
+        self._before = Gains()  # the prior for new sequences
+        self._rested: dict[Hashable, float] = {}  # milliseconds of each kind of step without sequences
+        self._ms: dict[Hashable, float] = {}  # and with sequences
+        self._drift = 1.0  # ratio of the second to the first
         self._wait, self._waited = WAIT, 0
-        self._reading: float | None = None  # milliseconds in which costly sources read a prompt
-        self._length = LENGTH  # tokens of a text
-        self._taught = False  # whether a text has told what costly sources bring
-        self._spared = 0  # texts that have begun without them, one after the other
+        self._reading: float | None = None  # milliseconds of costly sources' prefill
+        self._length = LENGTH  # mean length of a sequence
+        self._taught = False  # whether the benefit of costly sources is known
+        self._spared = 0  # consecutive sequences started without them
 
     def begin(self) -> Gains:
-        """A text begins."""
+        """A sequence starts."""
         return Gains(self._before)
 
     def end(self, gains: Gains, steps: int, tokens: int) -> None:
-        """A text has ended after so many steps, which wrote so many tokens."""
+        """A sequence has ended after this many steps and tokens."""
         self._before.follow(gains, min(1.0, SLOWLY * steps))
         self._taught |= gains.asked >= TRIED
         if steps:
             self._length += TIMING * (tokens - self._length)
 
     def read(self, ms: float) -> None:
-        """Costly sources have read a prompt in so long."""
+        """Costly sources took this long to prefill."""
         self._reading = ms if self._reading is None else self._reading + TIMING * (ms - self._reading)
 
     def spares(self, texts: Sequence[Gains], arms: Sequence[Arm], limit: int) -> bool:
-        """Whether a text that begins, the last of these, had better do without costly sources from its first step on.
+        """Whether a new sequence, the last of these, should do without costly sources from its first step on.
 
-        So it is where, by what earlier texts have taught, all of them would be done sooner: costly sources read a
-        prompt before they bring anything, and all others wait for that. The text has `limit` tokens at most.
+        That is, whether all sequences would then finish sooner, by earlier statistics: costly sources prefill before
+        they draft anything, and all others wait for that. The sequence has at most `limit` tokens.
         """
         length = min(limit, self._length)
 
@@ -155,11 +155,11 @@ class Sizes:
         return True
 
     def rested(self, kind: Hashable, ms: float) -> None:
-        """A step of this kind took so long, without a text."""
+        """A step of this kind took this long, without sequences."""
         self._rested[kind] = ms
 
     def timed(self, kind: Hashable, ms: float) -> None:
-        """A step of this kind took so long. One that waited for something else says nothing."""
+        """A step of this kind took this long. Ignored if it waited for something else."""
         known = self._ms.get(kind)
         if known is None or ms < known:
             self._ms[kind] = ms if known is None else known + 3 * TIMING * (ms - known)
@@ -169,18 +169,18 @@ class Sizes:
             self._drift = self._ms[kind] / self._rested[kind]
 
     def ms(self, kind: Hashable) -> float | None:
-        """How long steps of this kind take. What was never timed drifts with what was."""
+        """Milliseconds of this kind of step; kinds not timed with sequences are scaled like the others."""
         if kind in self._ms or kind not in self._rested:
             return self._ms.get(kind)
         return self._drift * self._rested[kind]
 
     def costs(self, kind: Hashable, other: Hashable) -> tuple[float, float] | None:
-        """Milliseconds of steps of these two kinds; None where one is not known."""
+        """Milliseconds of these two kinds of steps; None if one is unknown."""
         spent, single = self.ms(kind), self.ms(other)
         return None if spent is None or single is None else (spent, single)
 
     def choose(self, texts: Sequence[Gains], arms: Sequence[Arm]) -> Arm:
-        """Which of these steps comes next for all texts."""
+        """The next step for all sequences, out of these."""
         arm = self._choose(texts, arms)
         self.chosen[arm.rows, arm.costly] += 1
         return arm
@@ -190,7 +190,7 @@ class Sizes:
         values = {arm: self._value(texts, arm) / (BOLD if 1 < arm.rows < most else 1.0) for arm in arms}
         best = max(arms, key=lambda arm: (values[arm], -arm.rows))
         alike = [arm for arm in arms if arm.costly == best.costly]
-        if not best.costly and len(alike) < len(arms):  # there is no way back to costly sources, so it must be certain
+        if not best.costly and len(alike) < len(arms):  # costly sources cannot be resumed, so be certain
             alike = [arm for arm in arms if arm.costly]
             other = max(alike, key=lambda arm: (values[arm], -arm.rows))
             if values[best] > CERTAIN * values[other]:
@@ -203,8 +203,8 @@ class Sizes:
         if self._waited < self._wait:
             return best
         self._wait, self._waited = min(2 * self._wait, LONGEST), 0
-        return max(alike, key=lambda arm: arm.rows)  # what guesses would bring is not known of steps without them
+        return max(alike, key=lambda arm: arm.rows)  # one-row steps tell nothing about the benefit of drafts
 
     def _value(self, texts: Sequence[Gains], arm: Arm) -> float:
-        """Tokens a millisecond."""
+        """Tokens per millisecond."""
         return sum(gains.tokens(arm.rows, arm.costly) for gains in texts) / (self.ms(arm.kind) or 1.0)

@@ -1,4 +1,4 @@
-"""Who may use an engine: one thread at a time, for one step."""
+"""Mutual exclusion on an engine: one thread at a time, for one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import InputError
 
 
 class Closable(Protocol):
-    """A text as it is written. Closing it gives back all that it holds."""
+    """A running sequence. Closing it frees all that it holds."""
 
     def close(self) -> None: ...
 
@@ -20,24 +20,24 @@ C = TypeVar("C", bound=Closable)
 
 
 class Turns:
-    """A lock that is held for a step, and the texts that live between steps.
+    """A lock that is held for a step, and the sequences that live between steps.
 
-    Between two steps of a text nothing of an engine is in use but the slots that the text owns, so other texts may
-    take a step then, of this thread or of others. A text that nobody reads any more may be closed at any moment: the
-    garbage collector does it in whatever thread it runs, also in the midst of a step. So texts are owned here, not by
-    who reads them, and whoever has the turn closes those that were ended.
+    Between two steps a sequence uses nothing of the engine but its KV slots, so others may take a step then, in any
+    thread. A stream that nobody reads any more may be closed at any moment: the garbage collector does so in whatever
+    thread it runs, even within a step. So sequences are owned here, not by their readers, and the holder of the lock
+    closes those that were ended.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._thread: int | None = None  # that has the turn
+        self._thread: int | None = None  # that holds the lock
         self._living: set[Closable] = set()
         self._ended: deque[Closable] = deque()  # to be closed
 
     def __enter__(self) -> None:
         if self._thread == get_ident():
             raise InputError(
-                "a step asks for another text of the same Decoder, from a logits processor perhaps. Give that code a "
+                "the same Decoder was called within one of its steps, perhaps by a logits processor. Give that code a "
                 "Decoder of its own."
             )
         self._lock.acquire()
@@ -57,20 +57,20 @@ class Turns:
         finally:
             self._thread = None
             self._lock.release()
-        self._settle()  # what was ended since
+        self._settle()  # what was ended meanwhile
 
     def begin(self, text: C) -> C:
-        """Own a text until it is ended."""
+        """Own a sequence until it is ended."""
         self._living.add(text)
         return text
 
     def end(self, text: Closable) -> None:
-        """Close a text: now, or when the step that runs is over. Never waits, for the garbage collector may call."""
+        """Close a sequence: now, or after the current step. Never waits, since the garbage collector may call it."""
         self._ended.append(text)
         self._settle()
 
     def _settle(self) -> None:
-        # Either this finds the lock free, or whoever holds it comes here after it.
+        # Either the lock is free, or its holder gets here after us.
         while self._ended and self._thread != get_ident() and self._lock.acquire(blocking=False):
             self._thread = get_ident()
             try:

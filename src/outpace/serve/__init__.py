@@ -26,7 +26,7 @@ def app(decoder: Source, **settings: Any) -> FastAPI:
     """The server as an ASGI application, for a Decoder or for a function that loads one.
 
     `settings` are those of `outpace.serve.settings.Settings`: max_texts, max_queue, api_keys, ... The application's
-    lifespan starts the thread that writes, and ends it.
+    lifespan starts and ends the decoding thread.
 
     >>> import outpace, outpace.serve
     >>> outpace.serve.app(outpace.load())  # doctest: +SKIP

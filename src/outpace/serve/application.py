@@ -97,7 +97,7 @@ def build(source: Source, settings: Settings) -> FastAPI:
         service.check_model(asked.model)
         decoder = service.decoder
         if (asked.prompt is None) == (asked.messages is None):
-            raise Fault("give either prompt or messages.", param="prompt")
+            raise Fault("give prompt or messages, not both.", param="prompt")
 
         def encode() -> list[int]:
             if asked.messages is not None:
@@ -134,7 +134,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     first = min(found, key=lambda item: item["type"].endswith("_type"))
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return Fault("the body is no JSON.").response()
+        return Fault("the body is not JSON.").response()
     param = ".".join(place) or None
     return Fault(f"{param or 'the body'}: {first['msg']}", param=place[0] if place else None).response()
 

@@ -61,4 +61,4 @@ def fault_of(error: BaseException) -> Fault:
         return error
     if isinstance(error, OutpaceError):
         return Fault(str(error))
-    return Fault("the server failed to write this text; its log says why.", 500, "server_error", None, "internal_error")
+    return Fault("the server failed to generate this answer; see its log.", 500, "server_error", None, "internal_error")

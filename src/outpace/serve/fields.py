@@ -30,7 +30,7 @@ class Fields(BaseModel):
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise PydanticCustomError("text", "must be text: there is half a character in it") from error
+            raise PydanticCustomError("text", "must be text: it has a lone surrogate") from error
         except (TypeError, ValueError):
             pass  # not from JSON; the fields say what is wrong
         return data

@@ -68,7 +68,7 @@ class Guard:
         host = headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self.settings.hosts and name not in self.settings.hosts:
-            raise Fault(f"the Host {name!r} is none of this server's names.", 403, code="invalid_host")
+            raise Fault(f"the Host {name!r} is not a name of this server.", 403, code="invalid_host")
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
             raise Fault("requests from other sites are not allowed.", 403, code="invalid_origin")

@@ -34,7 +34,7 @@ def chat_tokens(
         )
         tokens = list(found)
     except Exception as error:  # templates raise what they like
-        raise Fault(f"the model's chat template refuses these messages: {error}", param="messages") from error
+        raise Fault(f"the model's chat template rejects these messages: {error}", param="messages") from error
     return checked(tokens, "messages")
 
 
@@ -50,7 +50,7 @@ def raw_tokens(decoder: Decoder, prompt: str | Sequence[int]) -> list[int]:
 def checked(tokens: list[int], param: str) -> list[int]:
     """The tokens, if there are some."""
     if not tokens:
-        raise Fault("the prompt is empty. Give at least one token of text.", param=param)
+        raise Fault("the prompt is empty. Give at least one token.", param=param)
     return tokens
 
 
@@ -60,7 +60,7 @@ def text_of(content: str | Sequence[Part] | None, param: str) -> str:
         return content or ""
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
-            raise Fault(f"parts of type {part.type!r} are not supported: text alone is.", param=param)
+            raise Fault(f"parts of type {part.type!r} are not supported: only text is.", param=param)
     return "".join(part.text or "" for part in content)
 
 

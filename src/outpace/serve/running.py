@@ -64,13 +64,13 @@ def listen(host: str, port: int, has_key: bool) -> socket.socket:
     """A socket at an address. One that others can reach needs a key."""
     if not is_loopback(host) and not has_key:
         raise InputError(
-            f"--host {host} can be reached by others. Give a file with API keys: --api-key-file, or use 127.0.0.1."
+            f"--host {host} can be reached from other machines. Give API keys with --api-key-file, or use 127.0.0.1."
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise InputError(f"cannot listen at {host}:{port}: {error.strerror}. Try another --port.") from error
+        raise InputError(f"cannot listen on {host}:{port}: {error.strerror}. Try another --port.") from error
 
 
 def is_loopback(host: str) -> bool:
@@ -90,7 +90,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
     except (OSError, UnicodeError) as error:
         raise InputError(f"--api-key-file {path}: {error}") from error
     if not keys:
-        raise InputError(f"--api-key-file {path} has no keys. Write one a line.")
+        raise InputError(f"--api-key-file {path} has no keys. Put one on each line.")
     return keys
 
 

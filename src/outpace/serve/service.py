@@ -53,7 +53,7 @@ class Service:
             decoder = self._source if isinstance(self._source, Decoder) else self._source()
             if len(self.settings.api_keys) > 1 and getattr(decoder.method, "store", False):
                 raise InputError(
-                    f"{decoder.method.name}'s store would let texts of one API key be guessed from those of another. "
+                    f"{decoder.method.name}'s store would draft for one API key from the texts of another. "
                     "Serve with store=0, or with one key."
                 )
             if self.settings.warm:
@@ -129,7 +129,7 @@ class Service:
     def ask(self, orders: Sequence[Order]) -> Reply:
         """Texts for a request."""
         if len(orders) > self.settings.max_n:
-            raise Fault(f"a request may ask for {self.settings.max_n} texts, not {len(orders)}.", param="n")
+            raise Fault(f"a request may have at most {self.settings.max_n} choices, not {len(orders)}.", param="n")
         assert self._worker is not None
         return Reply(self._worker, orders, self.settings.deadline)
 
@@ -143,7 +143,7 @@ class Service:
             known = [name for name, method in METHODS.items() if method.lossless]
             raise Fault(str(UnknownNameError("method", asked.method, known)), param="method")
         if not METHODS[asked.method].lossless:
-            raise Fault(f"{asked.method} changes the text, and is not served.", param="method")
+            raise Fault(f"{asked.method} is lossy, and is not served. Use another method.", param="method")
         return asked.method
 
     def samplings_of(self, asked: Asked, count: int) -> list[Sampling]:
@@ -181,7 +181,7 @@ class Service:
         room = self.context - len(prompt)
         if room < 1:
             raise Fault(
-                f"texts may have {self.context} tokens here, and the prompt has {len(prompt)}. Shorten the {param}.",
+                f"the limit is {self.context} tokens here, and the prompt has {len(prompt)}. Shorten the {param}.",
                 param=param,
                 code="context_length_exceeded",
             )

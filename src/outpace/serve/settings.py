@@ -1,4 +1,4 @@
-"""What whoever runs a server may set."""
+"""Settings of a server."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..decoder import Decoder
 from ..errors import InputError
 
 Source: TypeAlias = "Decoder | Callable[[], Decoder]"
-"""A decoder, or what loads one."""
+"""A decoder, or a function that loads one."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a server behaves."""
+    """Settings of a server."""
 
-    name: str | None = None  # of the model, as clients say it; None: the model's own
-    max_texts: int = 64  # that are written at the same time
-    max_queue: int = 256  # that may wait
-    api_keys: tuple[str, ...] = ()  # one of them must be sent; none: nobody is asked
-    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")  # names the server goes by; none: any
-    deadline: float = 600.0  # seconds for a request
+    name: str | None = None  # of the model, for clients; None: the model's own
+    max_texts: int = 64  # sequences decoded at the same time
+    max_queue: int = 256  # sequences that may wait
+    api_keys: tuple[str, ...] = ()  # clients must send one of them; none: no key is needed
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")  # allowed Host headers; none: any
+    deadline: float = 600.0  # seconds per request
     max_body: int = 4 * 2**20  # bytes
     max_headers: int = 2**14  # bytes
-    max_n: int = 16  # texts of a request, its prompts included
-    max_new_tokens: int = 4096  # where a request does not say
-    max_length: int | None = None  # of a text, its prompt included; None: the model's context
-    slots: int = 2**14  # of the KV cache, where it is not sized by a GPU's memory; at least the model's context
-    keep: int | None = None  # slots of ended texts that are kept; None: all on a GPU, 4096 where rows look at all slots
-    warm: bool = True  # make every size of step before the first request
+    max_n: int = 16  # choices of a request, over all its prompts
+    max_new_tokens: int = 4096  # of requests that set no limit
+    max_length: int | None = None  # tokens of prompt and answer; None: the model's context
+    slots: int = 2**14  # of the KV cache on a CPU, in tokens; at least the model's context
+    keep: int | None = None  # prefix cache, in tokens; None: all on a GPU, 4096 where rows see all slots
+    warm: bool = True  # prepare all step sizes before the first request
 
     def __post_init__(self) -> None:
         for name in ("max_texts", "max_queue", "max_body", "max_headers", "max_n", "max_new_tokens", "slots"):
@@ -45,4 +45,4 @@ class Settings:
             raise InputError(f"deadline={self.deadline!r} must be a number of seconds above 0.")
         for key in self.api_keys:
             if not key or not key.isascii() or any(letter.isspace() for letter in key):
-                raise InputError("an API key must be ASCII text without spaces, and not empty.")
+                raise InputError("an API key must be non-empty ASCII text without spaces.")

@@ -1,4 +1,4 @@
-"""What a source is."""
+"""Base classes of sources, which propose draft tokens in captured steps."""
 
 from __future__ import annotations
 
@@ -16,98 +16,98 @@ from ..step.walking import Walk
 
 
 class Source:
-    """Guesses for the texts of some lanes. Its tensors stay in place, so that a CUDA graph can be captured of it."""
+    """Drafts for a batch of lanes. Its tensors keep their addresses, so that it can be captured in a CUDA graph."""
 
-    names: Sequence[str]  # of its sources: `Nodes.sources` counts from `first` on
+    names: Sequence[str]  # of its sources, numbered from `first` on in `Nodes.sources`
     first: int = 0
-    deepest: int  # how far ahead its guesses reach
-    nodes: int  # how many it offers at most, probes included
-    probes: int = 0  # how many of them must be computed
-    costly: bool = False  # whether its own work takes time: it asks a model for something, or heads
-    asks_room: bool = False  # whether it needs to know how deep guesses may be
-    state: Sequence[torch.Tensor] = ()  # [lanes, ...] all that it remembers of texts
+    deepest: int  # its deepest draft token
+    nodes: int  # the most nodes it offers, probes included
+    probes: int = 0  # how many of them are probes, which must be computed
+    costly: bool = False  # whether drafting itself takes time: it runs a model, or heads
+    asks_room: bool = False  # whether it needs to know how deep drafts may be
+    state: Sequence[torch.Tensor] = ()  # [lanes, ...] all state of sequences
 
     @property
     def families(self) -> Sequence[str]:
-        """For each name what its guesses are counted under. A guess and those below it are counted under one."""
+        """For each name, the name its acceptance is counted under. A node and its descendants must share one."""
         return self.names
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
-        """A text begins in a lane."""
+        """A sequence starts in a lane."""
 
     def recall(self, lane: int, salt: str) -> None:
-        """Let a text that has just begun know what those of the same salt have left."""
+        """Give a new sequence what earlier ones of the same salt have left."""
 
     def leave(self, lane: int, salt: str) -> None:
-        """It has ended."""
+        """The sequence has ended."""
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
-        """Guesses below the ends of the texts. Those deeper than `room` [lanes] will be left out."""
+        """Draft nodes below the last tokens. Those deeper than `room` [lanes] will be dropped."""
         raise NotImplementedError
 
     def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
-        """What the model said after each row, `best` [lanes, rows] of `logits` [all rows, words], where the walk went.
+        """Learn from a step: `best` [lanes, rows] of `logits` [all rows, vocabulary], and the accepted path.
 
-        The walk's tokens are part of the texts by now.
+        The accepted tokens are part of the sequences by now.
         """
 
 
 class Reading(Source):
-    """A source that reads the hidden states of rows that were kept, too."""
+    """A source that also reads the hidden states of accepted rows."""
 
     costly = True
-    reads_text: bool  # all of them; otherwise the last of each text are enough
-    heads: Any  # whose states lie in the slots of texts, if it reads all
+    reads_text: bool  # all of them; otherwise the last of each sequence are enough
+    heads: Any  # whose state is in the sequences' slots, if it reads all
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
-        """New rows of texts, in fixed places: `rows` with the token after each, their states [rows, width].
+        """Read new rows of sequences, in static buffers: `rows` with the token after each, hidden states [rows, width].
 
-        Says what the guesses behind the rows `last`, one of each text, come from.
+        Returns what drafts after the rows `last`, one per sequence, are made from.
         """
         raise NotImplementedError
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Any, needs: frozenset[str]) -> None:
-        """What `feed` said of `texts`, which have the lanes from `first` on, is what guesses come from now.
+        """Draft from `fed`, the result of `feed` for `texts`, which are in the lanes from `first` on.
 
-        `choices` and `needs` say how their next tokens will be chosen.
+        `choices` and `needs` define how their next tokens will be chosen.
         """
         raise NotImplementedError
 
 
 class Climbing(Source):
-    """A source that has the target's first layers compute rows of its own while it guesses, in place of `guess`."""
+    """A source that runs the target's first layers on rows of its own to draft. It replaces `guess`."""
 
     asks_room = costly = True
-    layer: int  # so many layers
-    asks: Sequence[int]  # how many rows of each lane it asks for, time after time
+    layer: int  # the number of layers
+    asks: Sequence[int]  # rows per lane of each request
 
     def climbing(
         self, texts: Texts, room: torch.Tensor, choices: Any, needs: frozenset[str]
     ) -> Generator[Rows, torch.Tensor, Nodes]:
-        """Guesses. It asks for trees below the ends of the texts, and is sent where the layers left their rows.
+        """Draft nodes. It yields trees below the last tokens, and is sent their hidden states [lanes, rows, width].
 
-        That is [lanes, rows, width]. `choices` and `needs` say how the texts' next tokens will be chosen.
+        `choices` and `needs` define how the next tokens will be chosen.
         """
         raise NotImplementedError
 
 
 class Writing(Source):
-    """A source with a model of its own that writes ahead, in place of `guess`."""
+    """A source with a draft model. It replaces `guess`."""
 
     costly = True
-    engine: Any  # what runs the model. Its pool has the slots of the target's
+    engine: Any  # of the draft model. Its pool mirrors the target's slots
 
     def begin(self, sequence: Any) -> None:
-        """A text begins: the model reads it but for its last token, into the slots that the text has."""
+        """A sequence starts: prefill all but its last token, into the sequence's slots."""
         raise NotImplementedError
 
     def writing(
         self, texts: Texts, back: int, choices: Any, needs: frozenset[str]
     ) -> Generator[tuple[int, torch.Tensor], torch.Tensor, Nodes]:
-        """Guesses. It asks for rows of its model, and is sent the logits [lanes, words] behind the last of each lane.
+        """Draft nodes. It yields rows for its model, and is sent the logits [lanes, vocabulary] after each lane's last.
 
-        They are the tokens [lanes, rows] of the positions from so many behind the ends of the texts on: first the last
-        `back` of the texts, of which the model has computed all before, then one guess after the other.
+        A request is an offset from the ends of the sequences, and tokens [lanes, rows] from there on: first the last
+        `back` tokens of the sequences (the model has computed all before), then one draft token after the other.
         """
         raise NotImplementedError
 
@@ -116,16 +116,16 @@ class Writing(Source):
 class Plan:
     """How a method drafts: from which sources, and how much."""
 
-    sources: Callable[[int, torch.device], list[Source]]  # for so many lanes
-    rows: int  # of a tree, the root included
+    sources: Callable[[int, torch.device], list[Source]]  # for a number of lanes
+    rows: int  # of a draft tree, root included
     gate: float = 0.0  # see `plant`
     prices: torch.Tensor | None = None
-    sizes: Sequence[int] = ()  # numbers of rows to choose from at every step; without, all steps have `rows`
-    learned: Callable[[Sequence[str]], Any] | None = None  # what was learnt about sources of these names: `Chances`
+    sizes: Sequence[int] = ()  # row counts to choose from in each step; empty: always `rows`
+    learned: Callable[[Sequence[str]], Any] | None = None  # learnt acceptance of sources with these names: `Chances`
 
 
 def named(sources: Sequence[Source]) -> list[str]:
-    """The names that nodes of some sources have by number. The sources are told where theirs begin."""
+    """The names of all sources, by number. Sets each source's `first`."""
     names = [MODEL]
     for source in sources:
         source.first = len(names)
@@ -134,14 +134,14 @@ def named(sources: Sequence[Source]) -> list[str]:
 
 
 def families(sources: Sequence[Source]) -> list[str]:
-    """For each of these names what its guesses are counted under."""
+    """For each of these names, the name its acceptance is counted under."""
     return [MODEL, *(name for source in sources for name in source.families)]
 
 
 def drafted(
     names: Sequence[str], tokens: Sequence[int], parents: Sequence[int], sources: Sequence[int], marks: Sequence[int]
 ) -> Draft:
-    """A tree of `Rows` as a draft. Marks: 0 for rows that only fill up, 2 for those that may be accepted."""
+    """A tree of `Rows` as a Draft. Marks: 0 for padding rows, 2 for those that may be accepted."""
     real = sum(mark > 0 for mark in marks)
     return Draft(
         tuple(tokens[:real]),
@@ -152,7 +152,7 @@ def drafted(
 
 
 def pick_from(texts: Texts, count: int) -> torch.Tensor:
-    """[lanes, count] tokens of the texts, drawn by chance: by the seed and the length of the text."""
+    """[lanes, count] pseudo-random tokens of the sequences, by seed and length."""
     place = torch.arange(count, device=texts.device)
     state = texts.seeds[:, None] + texts.lengths[:, None] * 0x1E3779B97F4A7C15 + place * 0x1B873593
     state = (state ^ (state >> 33)) * 0x2545F4914F6CDD1D

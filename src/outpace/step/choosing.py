@@ -1,4 +1,4 @@
-"""The target's choices for the rows of all lanes at once: what `Picker` does for one, as functions of tensors."""
+"""The target's choices for all rows of all lanes: `Picker`, as functions of tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .nodes import Rows
 from .texts import Texts, signed
 
 CUTS = frozenset(["top_k", "top_p", "min_p"])
-_TARGET = 0  # the stream of noise that `Picker` takes for the target's choices
+_TARGET = 0  # `Picker`'s stream of noise for the target's choices
 
 
 class Choices:
-    """How each lane chooses tokens: its `Sampling`, but for the user's processors and the papers' rejection rule.
+    """How each lane chooses tokens: its `Sampling`, without user logits processors and the rejection rule.
 
-    What no lane asks for costs nothing: `needs` says what the open lanes ask for, and a program is made for that.
+    What no lane needs costs nothing: `needs` has what the open lanes need, and programs are made for that.
     """
 
     def __init__(self, lanes: int, vocabulary: int, device: torch.device | str) -> None:
@@ -36,19 +36,19 @@ class Choices:
         self.top_k = torch.full((lanes,), vocabulary, device=device)
         self._lanes = lanes
         self._device = device
-        # Made when they are first needed [lanes, vocabulary]: what is added to scores, and how often a token occurs in
-        # the text and in the answer.
+        # Allocated at first use [lanes, vocabulary]: what is added to scores, and how often a token occurs in the
+        # sequence and in the answer.
         self.bias = self.seen = self.answered = torch.zeros(0, device=device)
         self._needs: dict[int, frozenset[str]] = {}  # by open lane
 
     def check(self, sampling: Sampling) -> None:
-        """Refuse what cannot be done."""
+        """Raise InputError for what is not supported."""
         for token in sampling.logit_bias:
             if not 0 <= token < self.vocabulary:
                 raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {self.vocabulary - 1}.")
 
     def open(self, lane: int, sampling: Sampling, tokens: Sequence[int], written: int = 0) -> None:
-        """A text begins in a lane, or goes on: so many last tokens are the answer's."""
+        """A sequence starts in a lane, or continues: its last `written` tokens belong to the answer."""
         needs = needs_of(sampling)
         self._needs[lane] = needs
         self.temperature[lane].fill_(sampling.temperature)
@@ -72,37 +72,37 @@ class Choices:
                 self.bias[lane, token].fill_(bias)
 
     def make(self, needs: frozenset[str]) -> None:
-        """Make what lanes with such needs have to have, if it is not there."""
+        """Allocate what these needs require, if it is missing."""
         if "penalties" in needs and not len(self.bias):
             size = (self._lanes, self.vocabulary)
             self.bias = torch.zeros(size, device=self._device)
             self.seen, self.answered = torch.zeros_like(self.bias), torch.zeros_like(self.bias)
 
     def close(self, lane: int) -> None:
-        """The text has ended."""
+        """The sequence has ended."""
         self._needs.pop(lane, None)
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """All that it holds, by lane."""
+        """All state, by lane."""
         settings = [self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency]
         return [*settings, self.top_k, *([self.bias, self.seen, self.answered] if len(self.bias) else [])]
 
     def move(self, lane: int, to: int) -> None:
-        """The text of a lane has another now, with all of `state`."""
+        """A sequence moves to another lane, with all of `state`."""
         self._needs[to] = self._needs.pop(lane)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of "noise", CUTS and "penalties" what some open lane asks for."""
+        """Those of "noise", CUTS and "penalties" that some open lane needs."""
         return frozenset[str]().union(*self._needs.values())
 
     def choose(
         self, logits: torch.Tensor, found: torch.Tensor, texts: Texts, rows: Rows, needs: frozenset[str]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[lanes, rows] the target's token after each row, and whether there is one, from logits [all rows, words].
+        """[lanes, rows] the target's token after each row, and whether there is one, from logits [all rows, tokens].
 
-        There is none where logits are NaN, or no token has any chance. `found` is what `find_best` says of the logits.
+        There is none if logits are NaN, or every token is ruled out. `found` is `find_best` of the logits.
         """
         lanes, count = rows.tokens.shape
         if not needs:
@@ -127,7 +127,7 @@ class Choices:
         return picks.view(lanes, count), there.view(lanes, count)
 
     def learn(self, tokens: torch.Tensor, counts: torch.Tensor, needs: frozenset[str]) -> None:
-        """The first `counts` [lanes] of `tokens` [lanes, most] are part of the texts now."""
+        """Count the first `counts` [lanes] of `tokens` [lanes, most], which are part of the sequences now."""
         if "penalties" in needs:
             new = (torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]).float()
             for part in (self.seen, self.answered):
@@ -139,7 +139,7 @@ class Choices:
 
     def _penalised(self, scores: torch.Tensor, rows: Rows) -> torch.Tensor:
         lanes, count = rows.tokens.shape
-        # To a row the guesses above it are text, row 0 being text already.
+        # For a row, its ancestors count as part of the sequence; row 0 does already.
         above = rows.sees.clone()
         above[:, :, 0] = False
         guessed = torch.zeros_like(scores).view(lanes, count, -1)
@@ -162,7 +162,7 @@ class Choices:
         most = self._per_row(self.top_k, rows)[:, None]
         least = best.gather(1, most - 1)
         best = best.masked_fill(best < least, -math.inf)
-        # Whole numbers add up to the same in any order; on a GPU the sum of fractions differs from run to run.
+        # Integer sums do not depend on the order; on a GPU, float sums differ from run to run.
         mass = (best.softmax(1, dtype=torch.float64) * 2**52).long().cumsum(1)
         top_p = self._per_row(self.top_p, rows)[:, None]
         reached = (mass < top_p * 2**52).sum(1, keepdim=True) + 1
@@ -173,7 +173,7 @@ class Choices:
 
 
 def needs_of(sampling: Sampling) -> frozenset[str]:
-    """What a sampling asks for."""
+    """What a sampling needs."""
     noise = sampling.temperature > 0
     penalties = sampling.repetition_penalty not in (None, 1) or sampling.presence_penalty or sampling.frequency_penalty
     asked = {
@@ -189,9 +189,9 @@ def needs_of(sampling: Sampling) -> frozenset[str]:
 def gumbel(
     seeds: torch.Tensor, positions: torch.Tensor, words: int, tokens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[..., words] the noise that `picking.gumbel` has for the target's choices, by seeds and positions [...].
+    """[..., tokens] the noise of `picking.gumbel` for the target's choices, by seeds and positions [...].
 
-    Of all tokens, or of `tokens` [..., words].
+    For all tokens, or for `tokens` [..., tokens].
     """
     index = torch.arange(words, device=seeds.device) if tokens is None else tokens
     first = seeds
@@ -212,7 +212,7 @@ def _high(key: torch.Tensor) -> torch.Tensor:
 
 
 def _splitmix(x: Any) -> Any:
-    """`picking._splitmix` of tensors, whose products wrap around. Shifts must not bring the sign along."""
+    """`picking._splitmix` for tensors, whose products wrap around. Shifts must be logical, not arithmetic."""
     x = x + signed(0x9E3779B97F4A7C15)
     x = (x ^ ((x >> 30) & (2**34 - 1))) * signed(0xBF58476D1CE4E5B9)
     x = _wrapped(x)

@@ -1,4 +1,4 @@
-"""Texts with the KV slots that they own, so that a step can keep what it accepts without the host."""
+"""Lanes with their KV slots, so that a step can keep what it accepts without the host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .walking import Walk
 
 
 class Lanes(Texts):
-    """A lane's slots lie in the order of positions: first those of its computed text, then those for rows to come.
+    """A lane's slots are in the order of positions: first those of computed tokens, then spare ones.
 
-    A step's rows take the slots behind the text, in their order. Keeping a path moves its slots to the front of them
-    and lets the others follow, so that the lane has the same slots as before, in another order.
+    A step's rows take the first spare slots. Keeping a path moves its slots to the front of those, so the lane has the
+    same slots as before, in another order.
     """
 
     def __init__(self, lanes: int, length: int, device: torch.device | str) -> None:
         super().__init__(lanes, length, device)
         self.slots = torch.zeros(lanes, length, dtype=torch.long, device=device)
-        self.limits = torch.zeros(lanes, dtype=torch.long, device=device)  # the length at which a text rests
+        self.limits = torch.zeros(lanes, dtype=torch.long, device=device)  # the length at which a lane becomes idle
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -36,25 +36,24 @@ class Lanes(Texts):
         return view
 
     def place(self, lane: int, slots: Sequence[int], limit: int) -> None:
-        """Give a lane its slots, and let its text grow to `limit` tokens."""
+        """Give a lane its slots, and let its sequence grow to `limit` tokens."""
         put(slots, self.slots[lane])
         self.limits[lane].fill_(limit)
 
     def active(self) -> torch.Tensor:
-        """[lanes] whether the text grows."""
+        """[lanes] whether the lane is active."""
         return self.lengths < self.limits
 
     def slots_for(self, rows: Rows, scratch: int) -> torch.Tensor:
-        """[lanes, rows] the slots that rows write. Those that only fill up, and those of lanes at rest, write to
-        `scratch`."""
+        """[lanes, rows] the slots that rows write; padding rows and idle lanes write to `scratch`."""
         place = (self.lengths - 1).clamp(min=0)[:, None] + torch.arange(rows.tokens.shape[1], device=self.device)
         there = rows.valid & self.active()[:, None]
         return torch.where(there, self.slots.gather(1, place), scratch)
 
     def keep(self, rows: Rows, walk: Walk) -> Walk:
-        """Make the walk's tokens and the slots of its rows part of the texts; says what was kept of it.
+        """Append the accepted tokens and their slots to the sequences. Returns what was kept.
 
-        That is less than all of it where a text reaches its limit.
+        That is less than was accepted where a sequence reaches its limit.
         """
         counts = torch.minimum(walk.counts, (self.limits - self.lengths).clamp(min=0))
         count = rows.tokens.shape[1]

@@ -1,9 +1,9 @@
-"""Guesses as nodes, and one draft tree made of all of them.
+"""Nodes offered by sources, merged into one draft tree.
 
-A node is a path of tokens below a text's end. It is known by a hash of that path, so two sources that guess the same
-path have guessed the same node. Sources offer nodes with their chances; the likeliest become the rows of a step.
+A node is a path of tokens below a sequence's last token, identified by a hash of the path, so two sources that propose
+the same path propose the same node. Sources offer nodes with probabilities; the most likely become the rows of a step.
 
-All of it is for several lanes at once, has fixed shapes, and asks the host for nothing.
+Everything works on a batch of lanes, has fixed shapes, and needs nothing from the host.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from torch.nn import functional as F
 from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, SOURCES
 
 NEVER = -torch.inf
-MUST = 1e4  # more than any logarithm of a chance takes away
-DEEPER = 2.0**-12  # taken off a chance for each token of depth, so that no child ranks beside its parent
+MUST = 1e4  # larger than any log probability in size
+DEEPER = 2.0**-12  # subtracted per depth, so that a child ranks below its parent
 LATER = 2.0**-8  # the same for probes, by their order
 
 
 class Nodes(NamedTuple):
-    """What one source guesses, for each lane. The parent of a node is a node too, or the root."""
+    """The nodes of one source, for each lane. The parent of a node is a node too, or the root."""
 
     tokens: torch.Tensor  # [lanes, nodes]
     depths: torch.Tensor  # [lanes, nodes] from 1
-    paths: torch.Tensor  # [lanes, nodes, deepest + 1] hash of the path down to each depth; beyond the node, anything
-    chances: torch.Tensor  # [lanes, nodes] log of the chance that the whole path is right; NEVER: there is no such node
-    sources: int | torch.Tensor  # who guesses: one for all, or [lanes, nodes]
-    probe: bool = False  # whether the nodes must be computed, whatever their chance
+    paths: torch.Tensor  # [lanes, nodes, deepest + 1] hash of the path down to each depth; arbitrary beyond the node
+    chances: torch.Tensor  # [lanes, nodes] log probability that the whole path is accepted; NEVER: no such node
+    sources: int | torch.Tensor  # the source: one for all, or [lanes, nodes]
+    probe: bool = False  # whether the nodes must be computed, however unlikely
     accepted: bool = True  # whether they may be accepted
-    costly: bool = False  # whether the source's own work takes time
+    costly: bool = False  # whether the source itself takes time
 
 
 class Rows(NamedTuple):
-    """A draft tree for each lane. Row 0 is the text's last token, and parents come before their children."""
+    """A draft tree for each lane. Row 0 is the sequence's last token; parents come before their children."""
 
     tokens: torch.Tensor  # [lanes, rows]
-    parents: torch.Tensor  # [lanes, rows] 0 also for row 0 and for rows that only fill up
+    parents: torch.Tensor  # [lanes, rows] 0 for row 0 and for padding rows too
     depths: torch.Tensor  # [lanes, rows]
     sees: torch.Tensor  # [lanes, rows, rows] whether the other row is the row itself or an ancestor
-    valid: torch.Tensor  # [lanes, rows] False: the row only fills up
+    valid: torch.Tensor  # [lanes, rows] False: padding
     accepted: torch.Tensor  # [lanes, rows] whether the row may be accepted
     sources: torch.Tensor  # [lanes, rows]
     hashes: torch.Tensor  # [lanes, rows] of the paths
-    words: torch.Tensor | None = None  # [lanes, rows, words] `sees` as bits, where a kernel made it
-    expected: torch.Tensor | None = None  # [lanes, EXPECTED] where chances are learnt: see `plant`
+    words: torch.Tensor | None = None  # [lanes, rows, words] `sees` as bits, if made by a kernel
+    expected: torch.Tensor | None = None  # [lanes, EXPECTED] if acceptance is learnt: see `plant`
 
 
 def mix(tokens: torch.Tensor, depths: torch.Tensor | int) -> torch.Tensor:
-    """What a token at this depth adds to the hash of its path. Products wrap around."""
+    """The contribution of a token at this depth to its path's hash. Products wrap around."""
     mixed = tokens * 0x1E3779B97F4A7C15 + depths * 0x1B873593
     mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
     return mixed ^ (mixed >> 29)
 
 
 def chains(tokens: torch.Tensor, chances: torch.Tensor, source: int) -> Nodes:
-    """Nodes from paths [lanes, paths, depth] below the root, each token with the chance of the path down to it."""
+    """Nodes from paths [lanes, paths, depth] below the root, each with the log probability of the path so far."""
     lanes, paths, deepest = tokens.shape
     depths = torch.arange(1, deepest + 1, device=tokens.device)
     hashes = F.pad(mix(tokens, depths).cumsum(-1), (1, 0))
@@ -82,16 +82,17 @@ def plant(
     rows: int | None = None,
     table: torch.Tensor | None = None,
 ) -> Rows:
-    """The likeliest nodes of all offers as trees of `most` rows, at most `room` [lanes] deep, below `roots` [lanes].
+    """Draft trees of the most likely nodes: `most` rows, at most `room` [lanes] deep, below `roots` [lanes].
 
-    Guesses come first, the likeliest ahead; then probes in the order of their offer. The same path from two sources is
-    one row, with the greater chance. No guess is taken in a lane where none has the chance `gate`. With `prices` [most
-    or more] of a step by its rows, as many are taken as bring the most expected tokens for their price. Probes are
-    always taken. Further rows fill up to `rows`, if so many are asked for. With a `table` of `Chances` guesses are as
-    likely as it says; then `Rows.sources` has the knot of what the source said, too: SOURCES times it is added, and
-    FREE where a source that is not costly offers the same path. And `Rows.expected` has the tokens that trees of CUTS
-    rows may bring, of all nodes, then of those from sources that are not costly; last, how many of the latter that are
-    in the tree are expected to be right.
+    Candidates come first, the most likely ahead; then probes, in the order offered, which are always taken. The same
+    path from two sources is one row, with the higher probability. A lane where no node reaches the probability `gate`
+    gets no candidates. With `prices` [most or more] of steps by rows, as many are taken as maximize expected tokens per
+    cost. The tree is padded to `rows`, if given.
+
+    With a `table` of `Chances`, probabilities are corrected by it. `Rows.sources` then also has the knot of the
+    source's own estimate (SOURCES times the knot is added), and FREE if a source that is not costly offers the same
+    path. `Rows.expected` has the expected tokens of trees of CUTS rows, from all nodes, then from sources that are not
+    costly; and last, how many of the latter's rows in the tree are expected to be accepted.
     """
     rows = rows or most
     device = roots.device
@@ -119,7 +120,7 @@ def plant(
     if probing:
         keys = torch.where(probes, MUST - torch.arange(count, device=device) * LATER, keys)
     keys, order = (chances + keys).sort(dim=1, descending=True, stable=True)
-    # Of nodes with the same path the first is left.
+    # Of nodes with the same path the first remains.
     hashes = paths.gather(2, depths[..., None])[..., 0]
     ranked = hashes.gather(1, order)
     same = ranked[:, :, None] == ranked[:, None, :]
@@ -136,18 +137,18 @@ def plant(
         hopes = [_hopes(keys, same, free[order] | costly) for costly in (True, False)]
     keys, left = keys.masked_fill(same.tril(-1).any(2), NEVER).sort(dim=1, descending=True, stable=True)
     keys, taken = keys[:, : most - 1], order.gather(1, left[:, : most - 1])
-    if probing:  # guesses come first, and with them what is a guess and a probe
+    if probing:  # candidates first, including those that are also probes
         first = common(~probes).gather(1, taken) & (keys > NEVER)
         front = first.int().argsort(dim=1, descending=True, stable=True)
         keys, taken = keys.gather(1, front), taken.gather(1, front)
     taken = F.pad(taken, (0, rows - 1 - taken.shape[1]))
-    keys = F.pad(keys, (1, rows - 1 - keys.shape[1]), value=NEVER)  # row 0 is no node
+    keys = F.pad(keys, (1, rows - 1 - keys.shape[1]), value=NEVER)  # row 0 is not a node
     valid = keys > NEVER
     if prices is not None:
         likely = torch.where(valid & (keys < MUST / 2), (keys.clamp(max=0)).exp(), 0.0)
         worth = (1.0 + likely.cumsum(1))[:, :most] / prices[:most]
         valid &= (torch.arange(rows, device=device) <= worth.argmax(1, keepdim=True)) | (keys >= MUST / 2)
-        if probing:  # they move up to where guesses were left out
+        if probing:  # they move up where candidates were dropped
             front = valid[:, 1:].int().argsort(dim=1, descending=True, stable=True)
             taken, valid[:, 1:] = taken.gather(1, front), valid[:, 1:].gather(1, front)
     valid[:, 0] = True
@@ -158,7 +159,7 @@ def plant(
     tokens, depths, hashes, sources = (of_rows * valid[:, None]).unbind(1)
     ways = F.pad(paths.gather(1, taken[..., None].expand(-1, -1, deepest)), (0, 0, 1, 0))  # [lanes, rows, deepest]
     above = ways.gather(2, (depths - 1).clamp(min=0)[..., None])  # the hash of the parent
-    known = torch.where(valid, hashes, 1)  # rows that fill up are nobody's parent
+    known = torch.where(valid, hashes, 1)  # padding rows have no children
     parents = (above == known[:, None, :]).int().argmax(2) * (depths > 0)
     at = depths[:, None, :].expand(-1, rows, -1)
     sees = (ways.gather(2, at) == known[:, None, :]) & (at <= depths[..., None]) & valid[..., None]
@@ -175,20 +176,20 @@ def plant(
 
 
 def _hopes(keys: torch.Tensor, same: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
-    """[lanes, nodes] how likely `some` nodes are. The keys fall, and of nodes with the `same` path one counts."""
+    """[lanes, nodes] probabilities of `some` nodes, by decreasing key; of nodes with the `same` path one counts."""
     again = (same & some[:, None, :]).tril(-1).any(2)
     guesses = some & ~again & (keys < MUST / 2)
     return torch.where(guesses, keys.clamp(max=0).exp(), 0.0)
 
 
 def _brings(hopes: torch.Tensor) -> torch.Tensor:
-    """[lanes, CUTS] the tokens that trees of the likeliest nodes may bring."""
+    """[lanes, CUTS] expected tokens of trees of the most likely nodes."""
     total = F.pad(hopes.sort(dim=1, descending=True).values.cumsum(1), (1, 0))
     return 1.0 + torch.stack([total[:, min(cut - 1, hopes.shape[1])] for cut in CUTS], 1)
 
 
 def _bare(roots: torch.Tensor, rows: int, learned: bool) -> Rows:
-    """No guesses."""
+    """Trees without draft tokens."""
     lanes, device = len(roots), roots.device
     none = torch.zeros(lanes, rows, dtype=torch.long, device=device)
     first = F.pad(torch.ones(lanes, 1, dtype=torch.bool, device=device), (0, rows - 1))
@@ -198,7 +199,7 @@ def _bare(roots: torch.Tensor, rows: int, learned: bool) -> Rows:
 
 
 def whole(sources: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[lanes, nodes] who guesses each node."""
+    """[lanes, nodes] the source of each node."""
     return sources if isinstance(sources, torch.Tensor) else torch.full_like(like, sources)
 
 
@@ -208,12 +209,12 @@ def _marks(values: Sequence[bool], sizes: Sequence[int], device: torch.device) -
 
 
 def knots_of(chances: torch.Tensor) -> torch.Tensor:
-    """The knots that logarithms of chances are nearest to."""
+    """The knots nearest to log probabilities."""
     return (_places(chances) + 0.5).long()
 
 
 def believed(chances: torch.Tensor, sources: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """What to believe of logarithms of chances [lanes, nodes] that these sources said, by a table of `Chances`."""
+    """Log probabilities [lanes, nodes] of these sources, corrected by a table of `Chances`."""
     place = _places(chances)
     left = place.long().clamp(max=KNOTS - 2)
     at = sources * KNOTS + left
@@ -224,5 +225,5 @@ def believed(chances: torch.Tensor, sources: torch.Tensor, table: torch.Tensor) 
 
 
 def _places(chances: torch.Tensor) -> torch.Tensor:
-    """Where on the curve, from 0 to its last knot."""
+    """The place on the curve, from 0 to its last knot."""
     return (chances * (-HALVING / log(2.0))).clamp(0.0, KNOTS - 1.0)

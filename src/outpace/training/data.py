@@ -49,7 +49,7 @@ def read_prompts(path: Path) -> list[str]:
     plain = ".txt" in path.suffixes
     prompts = [line if plain else _prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise InputError(f"{path} has no prompts. It needs one JSON object with a prompt a line.")
+        raise InputError(f"{path} has no prompts. Give one JSON object with a prompt per line.")
     return prompts
 
 
@@ -60,7 +60,9 @@ def _prompt(path: Path, number: int, line: str) -> str:
     except (ValueError, KeyError, TypeError, IndexError, StopIteration):
         found = None
     if not isinstance(found, str) or not found.strip():
-        raise InputError(f"{path}, line {number}: {line[:60]!r} is no JSON object with {', '.join(FIELDS)} or turns.")
+        raise InputError(
+            f"{path}, line {number}: {line[:60]!r} is not a JSON object with {', '.join(FIELDS)} or turns."
+        )
     return found
 
 

@@ -97,7 +97,7 @@ def answers(
     rest = [prompt for prompt in distinct(shuffled[how.held_out :], apart) if isinstance(prompt, str)]
     if not rest:
         raise InputError(
-            "every prompt shares 13 words in a row with one that is held out or judged, or is the same. Give others."
+            "every prompt is a duplicate, or shares 13 consecutive words with a held-out or --judge prompt. Add more."
         )
     if not how.batch:
         how = replace(how, batch=fitting_batch(model))
@@ -207,7 +207,7 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
             note.write_text(text)
         elif note.read_text() != text:
             raise InputError(
-                f"{folder} holds answers of another model, to other prompts or by other settings. Name another "
+                f"{folder} has answers of another model, to other prompts or with other settings. Give another "
                 "folder with --answers, or delete this one."
             )
     except OSError as error:
@@ -221,15 +221,15 @@ def open_out(out: Path, resume: bool, guarded: Sequence[str] = ()) -> Path:
     """
     checkpoint = out / CHECKPOINT
     if checkpoint.exists() and not resume:
-        raise InputError(f"{checkpoint} is of a training that was stopped. Go on with --resume, or delete it.")
+        raise InputError(f"{checkpoint} is from a training that was stopped. Continue with --resume, or delete it.")
     if resume and not checkpoint.exists():
         raise InputError(
-            f"there is no {checkpoint} to go on from: that training is finished, or was stopped before its first "
-            "update. Leave out --resume; answers that are there are used again."
+            f"there is no {checkpoint} to resume from: that training is finished, or was stopped before its first "
+            "update. Leave out --resume; cached answers are reused."
         )
     for kind in guarded:
         if not resume and (out / kind / "config.json").exists():
-            raise InputError(f"{out / kind} holds finished heads. Name another --out, or overwrite them with --force.")
+            raise InputError(f"{out / kind} has finished heads. Give another --out, or overwrite them with --force.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -245,7 +245,7 @@ class Trained(NamedTuple):
     confidence: dict[str, list[list[float]]]  # of kinds that have one: see `Trainer.confidence`; on those, if any
     speed: dict[
         str, tuple[float, float]
-    ]  # tokens a step that are to be expected, and the speed, plain decoding being 1
+    ]  # tokens per step that are to be expected, and the speed, plain decoding being 1
 
 
 def train(

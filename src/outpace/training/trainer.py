@@ -366,7 +366,10 @@ class Trainer:
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
             if state["heads"].keys() != self.heads.keys():
-                raise InputError(f"{path} is of {', '.join(state['heads'])}, not of {', '.join(self.heads)}.")
+                raise InputError(
+                    f"{path} is a checkpoint of {', '.join(state['heads'])}, not of "
+                    f"{', '.join(self.heads)}. Delete it to start over."
+                )
             for name, part in self.heads.items():
                 part.load_state_dict(state["heads"][name])
                 for (optimizer, _), stored in zip(self.optimizers[name], state["optimizers"][name], strict=True):
@@ -374,7 +377,7 @@ class Trainer:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"{path} cannot be resumed from: {error} Delete it to begin anew.") from error
+            raise InputError(f"{path} cannot be resumed from: {error} Delete it to start over.") from error
         self.progress = Progress(**state["progress"])
 
     @torch.no_grad()
