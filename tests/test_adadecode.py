@@ -635,7 +635,7 @@ def test_exits_of_another_model_and_broken_files_are_refused(kept: Path) -> None
         ({"control": "tree", "beam": 65}, "beam=65 is out of range"),
         ({"control": "tree", "lookup": 1.5}, "lookup=1.5 is out of range"),
         ({"control": "tree", "widths": ""}, "widths='' must be 1 to 4 numbers"),
-        ({"control": "tree", "widths": "8,0"}, "numbers of guesses from 1 to 64, like 8,3"),
+        ({"control": "tree", "widths": "8,0"}, "numbers of draft tokens, each 1 to 64, like 8,3"),
         ({"control": "tree", "widths": (2, 2, 2, 2, 2)}, "must be 1 to 4 numbers"),
         ({"control": "tree", "widths": 8}, "widths=8 must be"),
         ({"exits": "8,4"}, "in increasing order"),
@@ -665,7 +665,7 @@ def test_what_cannot_have_a_tree_is_refused() -> None:
         ({"norm": "both"}, "'first' or 'last'"),
         ({"output": "none"}, "'trained' or 'full' or 'original'"),
         ({"frequent": -1}, "frequent=-1"),
-        ({"layers": [3, 1]}, "must rise"),
+        ({"layers": [3, 1]}, "in increasing order"),
     ],
 )
 def test_bad_exits_are_refused(options: dict[str, Any], words: str) -> None:

@@ -385,7 +385,7 @@ def test_leaving_the_loop_leaves_the_pool_clean(monkeypatch: pytest.MonkeyPatch)
         ([[1], [2]], {"max_new_tokens": [3, 0]}, "prompt 1: max_new_tokens=0"),
         ([[1], [2]], {"n": 0, "sampling": Sampling(temperature=1.0)}, "n=0 must be 1 or more"),
         ([1, 2], {"n": 2}, "without sampling all outputs are the same"),
-        (["a", "b"], {}, "prompt 0: a text prompt needs a tokenizer"),
+        (["a", "b"], {}, "prompt 0: a prompt as text needs a tokenizer"),
     ],
 )
 def test_bad_input_is_named(prompts: Any, options: dict[str, Any], words: str) -> None:

@@ -253,7 +253,7 @@ def test_text_needs_a_tokenizer() -> None:
         (lambda: Lookahead(ngram=1), "ngram=1"),
         (lambda: Lookahead(window=2.5), "whole number"),  # type: ignore[arg-type]
         (lambda: Lookahead(prompt_pool="yes"), "prompt_pool='yes'"),  # type: ignore[arg-type]
-        (lambda: Lookahead(published=True, reach=3), "reach=3 is not the paper's"),
+        (lambda: Lookahead(published=True, reach=3), "reach=3 is not in the paper"),
         (lambda: Jacobi(window=True), "whole number"),
         (lambda: PromptLookup(gate=2.0), "gate=2.0"),
         (lambda: DraftModel(), "no model given"),
