@@ -275,7 +275,7 @@ class TestOthers:
         ({"top_k": -2}, 400, "top_k", "greater than"),
         ({"min_p": 1}, 400, "min_p", "less than 1"),
         ({"n": 0}, 400, "n", "greater than"),
-        ({"n": 17, "temperature": 1}, 400, "n", "16 texts"),
+        ({"n": 17, "temperature": 1}, 400, "n", "16 choices"),
         ({"max_tokens": 0}, 400, "max_tokens", "greater than"),
         ({"stop": ["a"] * 17}, 400, "stop", "at most 16"),
         ({"stop": ""}, 400, "stop", "at least 1"),
@@ -630,7 +630,7 @@ def test_a_server_that_is_started_again_goes_on_as_before() -> None:
 def test_the_table_of_faults_names_its_tests() -> None:
     """docs/serving.md says of each fault which test has seen it; every test that it names is here."""
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
-    rows = page.split("## What faults do to others")[1].split("\n## ")[0].splitlines()
+    rows = page.split("## Fault isolation")[1].split("\n## ")[0].splitlines()
     named = [found for row in rows if row.startswith("|") for found in re.findall(r"`(test_\w+)`", row)]
     here = Path(__file__).read_text(encoding="utf-8")
     assert len(named) == sum(row.startswith("|") for row in rows) - 2  # one in each row but the head and the line
