@@ -8,14 +8,17 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace import (
     AdaDecode,
@@ -44,6 +47,7 @@ from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.receipt import check
 from outpace.runtime import program
+from outpace.runtime.fixed import FixedStep
 from outpace.runtime.graphs import PROGRAMS, GraphEngine
 from outpace.runtime.program import Program
 from outpace.trace import Trace, read_trace, record
@@ -612,3 +616,81 @@ def test_a_text_without_a_limit_takes_slots_as_it_grows() -> None:
     expected = plain_decoder("Llama").generate(prompt, max_new_tokens=8).token_ids
     assert [token for step in steps for token in step.tokens] == expected
     assert engine.pool.held == 0
+
+
+class _Recorded(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot have: numbers that come from the host or go to it, shapes that depend on data.
+
+    A single number that is assigned or compared is among a kernel's arguments.
+    """
+
+    refused: ClassVar = {
+        *("item", "is_nonzero", "_local_scalar_dense", "equal"),
+        *("nonzero", "argwhere", "masked_select", "_unique2", "unique_dim", "bincount", "one_hot"),
+    }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.refused, f"{name} asks the host"
+        assert name != "lift_fresh" or args[0].ndim == 0, f"{args[0].tolist()} is a tensor of the host"
+        if name in ("index", "index_put_"):
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), "a mask as an index"
+        return func(*args, **kwargs or {})
+
+
+class _Placed(TorchFunctionMode):
+    """Refuses tensors that are made of the host's numbers, and those of drafting that are made without a device."""
+
+    hosts: ClassVar = {torch.tensor, torch.as_tensor, torch.from_numpy}
+    makers: ClassVar = {torch.arange, torch.empty, torch.eye, torch.full, torch.ones, torch.zeros}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert func not in self.hosts, f"{func.__name__}{args}"
+        if func in self.makers and kwargs.get("device") is None:
+            caller = sys._getframe(1).f_globals["__name__"]
+            assert not caller.startswith(("outpace.step", "outpace.sources")), f"{func.__name__}{args} is the host's"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def _captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a GPU would capture runs under the limits of a capture."""
+    step = FixedStep.compute
+
+    def compute(self: FixedStep) -> None:
+        with _Placed(), _Recorded():
+            step(self)
+
+    monkeypatch.setattr(FixedStep, "compute", compute)
+
+
+@pytest.mark.usefixtures("_captured")
+@pytest.mark.parametrize("label", mostly_slow([*PLAIN, *HEADED], [*QUICK, "jacobi", "lookahead by n-grams"]))
+def test_a_step_asks_the_host_for_nothing(label: str) -> None:
+    """All that a step computes can be captured as a CUDA graph, in torch's form too, for one text and for several."""
+    decoder, method = decoder_of(tiny("Llama")), method_of("Llama", label)
+    decoder.engine.costs = CostCurve({}, (1, 2, 4, 8, 256), (0,), ((1.0, 1.2, 1.4, 1.9, 60.0),))
+    prompts = [tuple(prompt_of(seed, 8)) for seed in range(2)]
+    known = [expected("Llama", prompt, way, 4) for way, prompt in enumerate(prompts)]
+    assert write(decoder, method, prompts[:1], SAMPLINGS[:1], 4) == known[:1]
+    assert write(decoder, method, prompts, SAMPLINGS[:2], 4) == known
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: x[:, [0, 1]],
+        lambda x: x[x > 0],
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.nonzero(),
+        lambda x: torch.tensor([1], device=x.device),
+        lambda x: torch.tensor(1, device=x.device),
+    ],
+)
+def test_what_asks_the_host_is_found(spoil: Any) -> None:
+    with torch.inference_mode():
+        numbers = torch.arange(6).view(2, 3)
+        with pytest.raises(AssertionError), _Placed(), _Recorded():
+            spoil(numbers)
