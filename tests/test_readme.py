@@ -1,9 +1,18 @@
-"""The Python of the README and of the docs runs as it stands, but that texts are shorter; their commands are known."""
+"""The Python of the README and of the docs runs as it stands, but that texts are shorter; their commands are known.
+
+The README's commands are run, too.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +21,8 @@ from typer.main import get_command
 from outpace.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 
 
@@ -24,18 +34,18 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_python(page: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
+    length = 16 if "\nassert " in page.read_text(encoding="utf-8") else 6
     for block in blocks(page, "python"):
-        short = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block) if "assert " not in block else block
+        short = re.sub(r"max_new_tokens=\d+", f"max_new_tokens={length}", block)
         exec(compile(short, str(page), "exec", dont_inherit=True), names)
 
 
-def commands() -> list[str]:
-    found = [line for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()]
-    calls = [part.strip() for line in found for part in line.split("&&")]
-    return sorted({call for call in calls if call.startswith("outpace ")})
+def commands(*pages: Path) -> list[str]:
+    found = [line for page in pages for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()]
+    return [part.strip() for line in found for part in line.split("&&")]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", sorted({call for call in commands(*PAGES) if call.startswith("outpace ")}))
 def test_commands(command: str) -> None:
     """Every option there is, and every command."""
     words = shlex.split(re.split(" [<>] ", command)[0], comments=True)[1:]
@@ -49,3 +59,53 @@ def test_commands(command: str) -> None:
 def test_links(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+BIN = Path(sys.executable).parent
+HERE = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+def test_the_commands_of_the_readme_work_one_after_the_other(tmp_path: Path) -> None:
+    """Those that follow installation. What wants a GPU or a file is asked for its help; the server is stopped again."""
+
+    def run(*words: str, cwd: Path = tmp_path) -> str:
+        done = subprocess.run(words, cwd=cwd, env=HERE, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    inline = re.findall(r"`(outpace [^`]+)`", README.read_text(encoding="utf-8"))
+    calls = [shlex.split(call, comments=True) for call in [*inline, *commands(README)]]
+    for words in calls:
+        match words:
+            case ["pip", *_] | ["make", "test"] | ["curl", *_]:
+                continue  # what is here already, what this belongs to, and what the server is asked below
+            case ["make", "demo"]:
+                assert "identical" in run("make", "-f", str(ROOT / "Makefile"), "demo", "READY=", f"BIN={BIN}")
+                assert {file.name for file in (tmp_path / "out").iterdir()} == {"race.html", "methods.html"}
+            case ["outpace", "verify"]:
+                run(*words, "--help")
+            case ["outpace", "serve", *_]:
+                [asked] = [call for call in calls if call[0] == "curl"]
+                with serving(words) as url:
+                    answer = run(*(word.replace("http://127.0.0.1:8000", url) for word in asked), "--silent")
+                assert json.loads(answer)["choices"][0]["message"]["content"]
+            case ["outpace", *_]:
+                run(*words)
+            case _:
+                assert words[0] == "python", words
+                run(*words[:3], "--help", cwd=ROOT)
+    assert {words[0] for words in calls} == {"curl", "make", "outpace", "pip", "python"}
+
+
+@contextmanager
+def serving(words: list[str]) -> Iterator[str]:
+    """The server's address, while it runs."""
+    with subprocess.Popen([*words, "--port", "0"], env=HERE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
+    assert server.returncode == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import subprocess
 import sys
 import sysconfig
@@ -21,8 +19,6 @@ from outpace.heads.shipped import CHECKOUT
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {"outpace": ROOT, "outpace_smollm2": ROOT / "packages" / "outpace-smollm2"}
-pytestmark = pytest.mark.xdist_group("wheels")  # in one process, which builds them once
-
 PIP = [sys.executable, "-m", "pip"]
 MOST = 1_500_000  # bytes of the package without heads
 
@@ -94,41 +90,6 @@ def test_both_work_in_an_environment_of_their_own(wheels: dict[str, Path], tmp_p
     assert there.run("outpace", "--version") == f"outpace {outpace.__version__}\n"
     found = there.run("python", "-c", "from outpace.heads.shipped import of_kind; print(*of_kind('amphista'))").strip()
     assert found == str(there.packages / "outpace_smollm2" / "trained" / "smollm2-135m" / "amphista")
-
-
-@pytest.mark.slow
-@pytest.mark.embedded
-def test_the_commands_of_the_readme_work_one_after_the_other(tmp_path: Path) -> None:
-    """All of them: those that want a GPU or a model folder are asked for their help; the server is stopped again."""
-    there, text = Environment(tmp_path), (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    inline = re.findall(r"`((?:pip|outpace) [^`]+)`", text)
-    commands = [part.split("  #")[0].strip() for line in [*lines, *inline] for part in line.split("&&")]
-    assert len(commands) > 8
-    for command in sorted(commands, key=lambda command: not command.startswith("pip")):
-        words = shlex.split(command, comments=True)
-        if words[0] == "pip":
-            there.install(*words[2:], cwd=ROOT) if "torch" not in words else None
-        elif words == ["make", "test"]:
-            continue  # this is it
-        elif words == ["make", "demo"]:
-            there.run("make", "-C", str(ROOT), "demo", "READY=", f"BIN={there.place / 'bin'}")
-        elif words[:2] == ["outpace", "serve"]:
-            _serve_and_stop(there, words)
-        elif words[0] == "outpace":
-            there.run(*words, *(["--help"] if len(words) == 2 else []))  # a command that is only named
-        else:
-            assert words[0] == "python", command
-            there.run(*words[:3], "--help", cwd=ROOT)
-
-
-def _serve_and_stop(there: Environment, words: list[str]) -> None:
-    command = [str(there.place / "bin" / "outpace"), *words[1:], "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert "is ready at http" in server.stdout.readline()
-        server.terminate()
-    assert server.returncode == 0
 
 
 def test_a_package_whose_heads_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
