@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import platform
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,25 @@ import torch
 import transformers
 from hypothesis import settings
 
-from outpace.runtime import calibrate
+from outpace import CostCurve
+from outpace.methods import auto
+from outpace.runtime import calibrate, program
 
-settings.register_profile("outpace", deadline=None, derandomize=True)
-settings.load_profile("outpace")
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("not slow", settings.get_profile("all"), max_examples=40)
 torch.set_num_threads(1)  # a second thread is waited for, where other processes have the cores: for minutes
+if platform.machine() == "aarch64":  # there oneDNN takes 0.5 ms for a product of tiny matrices, and BLAS 0.01 ms
+    torch.backends.mkldnn.enabled = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("not slow" if config.getoption("markexpr") == "not slow" else "all")
+
+
+def examples(most: int) -> settings:
+    """So many random cases, of which `make test` tries some."""
+    return settings(max_examples=max(2, most * settings.default.max_examples // 100))
+
 
 VOCABULARY = 97
 CONTEXT = 160
@@ -86,11 +102,14 @@ def tiny_chain(name: str) -> Any:
     return build(name, {**_COMMON, **CHAINS_ONLY[name]}, 0, torch.float32)
 
 
+_drawing = threading.Lock()
+
+
 def build(name: str, options: dict[str, Any], seed: int, dtype: torch.dtype) -> Any:
-    torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(**options)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    with torch.no_grad():
+    with _drawing, torch.no_grad():  # two threads may ask for the same model
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
     model.generation_config.eos_token_id = None
@@ -107,7 +126,12 @@ def _quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
 
 
+_GLANCE = CostCurve({}, (1, 2, 4, 8, 16), (64,), ((0.010, 0.011, 0.013, 0.017, 0.025),))
+
+
 @pytest.fixture(autouse=True)
 def _no_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was calibrated on this machine must not decide what tests do."""
+    """How fast this machine is must not decide what tests do, now or when it was calibrated."""
     monkeypatch.setattr(calibrate, "folder", lambda: tmp_path / "costs")
+    monkeypatch.setattr(auto, "glance", lambda engine: _GLANCE)
+    monkeypatch.setattr(program._Whole, "_timed", lambda step: 20.0)

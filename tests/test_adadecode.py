@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace import (
@@ -45,7 +45,7 @@ from outpace.runtime.costs import CostCurve
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import alone
 
-from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, mostly_slow, tiny, tiny_chain
+from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, examples, mostly_slow, tiny, tiny_chain
 from .statistics import chi_square_fits
 
 EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
@@ -100,7 +100,7 @@ def test_random_exits_change_nothing(name: str) -> None:
     assert early > 0
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data())
 def test_any_exits_any_threshold_any_number_waiting(data: Any) -> None:
     name = data.draw(st.sampled_from(EIGHT))

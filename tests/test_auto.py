@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -41,7 +41,7 @@ from outpace.sources.recycle import SALTS, Recycle
 from outpace.step.chances import CUTS, FREE, KNOTS, SOURCES, Chances
 from outpace.step.nodes import NEVER, believed, knots_of, plant
 
-from .conftest import mostly_slow, tiny, tiny_chain
+from .conftest import examples, mostly_slow, tiny, tiny_chain
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_step import nodes_of, random_offers
@@ -61,7 +61,7 @@ def decoder_of(model: Any) -> Decoder:
 
 
 @given(draw=st.randoms(use_true_random=False))
-@settings(max_examples=30)
+@examples(30)
 def test_what_is_believed_follows_the_counts_and_never_rises(draw: random.Random) -> None:
     chances = Chances(["model", "one", "two", "two"])
     for _ in range(draw.randrange(4)):
@@ -92,7 +92,7 @@ def test_counts_fade_and_many_of_them_outweigh_what_was_said() -> None:
 
 
 @given(draw=st.randoms(use_true_random=False), lanes=st.integers(1, 3), most=st.integers(1, 12))
-@settings(max_examples=30)
+@examples(30)
 def test_whatever_is_believed_no_guess_is_without_the_one_before_it(draw: random.Random, lanes: int, most: int) -> None:
     each = [random_offers(draw) for _ in range(lanes)]
     nodes = [nodes_of(offers) for offers in zip(*each, strict=True)]
@@ -227,7 +227,7 @@ def test_steps_that_waited_for_something_else_say_little() -> None:
 
 
 @given(draw=st.randoms(use_true_random=False), lanes=st.integers(1, 3))
-@settings(max_examples=30)
+@examples(30)
 def test_what_trees_may_bring_is_the_sum_of_the_chances_of_their_guesses(draw: random.Random, lanes: int) -> None:
     each = [random_offers(draw) for _ in range(lanes)]
     nodes = [nodes_of(offers) for offers in zip(*each, strict=True)]
@@ -272,9 +272,9 @@ def test_each_text_is_plain_decodings(name: str, heads: str | None) -> None:
     prompts = [prompt_of(seed) for seed in range(3)]
     plain = Decoder(model, method=Autoregressive())
     for turn in range(2):  # with what was learnt, too
-        found = decoder.generate(prompts, method=method, sampling=SAMPLINGS, max_new_tokens=10 + 20 * turn)
+        found = decoder.generate(prompts, method=method, sampling=SAMPLINGS, max_new_tokens=8 + 10 * turn)
         for result, prompt, sampling in zip(found, prompts, SAMPLINGS, strict=True):
-            alone = plain.generate(prompt, sampling=sampling, max_new_tokens=10 + 20 * turn)
+            alone = plain.generate(prompt, sampling=sampling, max_new_tokens=8 + 10 * turn)
             assert result.token_ids == alone.token_ids
     (entry,) = decoder.engine._programs  # type: ignore[attr-defined]
     assert entry[-1].chances.counted > 0
@@ -374,9 +374,9 @@ def test_lookup_that_recycles_writes_plain_decodings_text(recycled: int) -> None
     for decoder in (decoder_of(model), Decoder(model)):
         method = PromptLookup(rows=12, recycled=recycled)
         prompts = [prompt_of(seed) for seed in range(3)]
-        found = decoder.generate(prompts, method=method, sampling=SAMPLINGS, max_new_tokens=30)
+        found = decoder.generate(prompts, method=method, sampling=SAMPLINGS, max_new_tokens=16)
         for result, prompt, sampling in zip(found, prompts, SAMPLINGS, strict=True):
-            alone = decoder.generate(prompt, method=Autoregressive(), sampling=sampling, max_new_tokens=30)
+            alone = decoder.generate(prompt, method=Autoregressive(), sampling=sampling, max_new_tokens=16)
             assert result.token_ids == alone.token_ids
         assert {"recycled", "runner-up"} & {name for result in found for name in result.offered}
 

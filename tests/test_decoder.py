@@ -190,7 +190,7 @@ def test_guesses_of_a_draft_model_do_without_the_users_processors() -> None:
 
 def test_memory_is_flat_over_a_long_text() -> None:
     """1,200 tokens: the pool doubles a few times, holds what the text needs, and then stays as it is."""
-    model = tiny("Llama", max_position_embeddings=4096)
+    model = tiny("Llama", max_position_embeddings=4096, num_hidden_layers=1)
     decoder = Decoder(model)
     sizes, overhang = [], []
     for step in decoder.stream([1, 2, 3], method=Lookahead(window=4, ngram=3, guesses=4), max_new_tokens=1200):
@@ -309,7 +309,7 @@ def test_threads_may_share_a_decoder(fixed: bool) -> None:
     if fixed:
         decoder.engine = GraphEngine(HFModel(tiny("Mistral")), compiled=False, capacity=640)
     prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7], [5] * 20, [6, 7, 6, 7, 6]]
-    options: dict[str, Any] = {"max_new_tokens": 8}
+    options: dict[str, Any] = {"max_new_tokens": 5}
     expected = [
         [decoder.generate(prompt, method=method, **options).token_ids for method in METHODS] for prompt in prompts
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -29,7 +29,7 @@ from outpace.runtime.exact import ExactEngine
 from outpace.runtime.plain import Work
 from outpace.trace import record
 
-from .conftest import ARCHITECTURES, VOCABULARY, mostly_slow, tiny
+from .conftest import ARCHITECTURES, VOCABULARY, examples, mostly_slow, tiny
 from .test_attention import placed, random_tree
 from .test_batch import methods_for
 from .test_lossless import prompt_of
@@ -108,7 +108,7 @@ def test_norms_have_the_same_bits_beside_any_rows(width: int) -> None:
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([0, 3, 90]), st.sampled_from([0.0, 5.0]))
-@settings(max_examples=30)
+@examples(30)
 def test_attention(rng: random.Random, window: int, softcap: float) -> None:
     """It is what the mask shows; and a row has the bits that it has alone in other slots, and beside another text."""
     products.load()
@@ -188,7 +188,7 @@ def check_bits(engine: ExactEngine, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, ("Llama", "Gemma3Text", "GPTNeoX", "OPT")))
 @given(rng=st.randoms(use_true_random=False))
-@settings(max_examples=3)
+@examples(3)
 def test_a_row_has_the_same_bits_in_any_tree_piece_and_batch(name: str, rng: random.Random) -> None:
     check_bits(exact_engine(name), rng)
 

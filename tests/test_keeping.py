@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace import Amphista, Autoregressive, BatchError, Decoder, Lookahead, Medusa, Method, PromptLookup, Sampling
@@ -20,7 +20,7 @@ from outpace.pool import Pool, common
 from outpace.runtime.graphs import GraphEngine
 from outpace.text import Ending
 
-from .conftest import tiny
+from .conftest import examples, tiny
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_pool import check_sequence, mark
@@ -211,7 +211,7 @@ def test_a_text_that_never_fits_is_refused() -> None:
     assert isinstance(caught.value.results[0].error, NoRoom)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 10_000))
 def test_slots_are_counted_right(seed: int) -> None:
     draw = random.Random(seed)

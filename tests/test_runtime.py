@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,18 +17,18 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from outpace import Autoregressive, Decoder, Jacobi, Lookahead, OutpaceWarning, PromptLookup, Sampling
+from outpace import Autoregressive, Decoder, Jacobi, Lookahead, Method, OutpaceWarning, PromptLookup, Sampling
 from outpace.draft import Draft, chain
 from outpace.errors import InputError, UnknownNameError, UnsupportedModel
 from outpace.models.adapter import FixedRows
 from outpace.models.hf import HFModel
 from outpace.pool import Pool
-from outpace.runtime import graphs
+from outpace.runtime import choose, graphs
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Work
 
-from .conftest import ARCHITECTURES, VOCABULARY, tiny
+from .conftest import ARCHITECTURES, VOCABULARY, mostly_slow, tiny
 
 METHODS = (
     Jacobi(window=5),
@@ -50,17 +51,47 @@ def decoder_on(engine: GraphEngine, model: Any, whole_steps: bool = True) -> Dec
     ("name", "exact_rows"), [*((name, 0) for name in BY_LISTS), ("Llama", 8), ("Gemma3Text", 8), ("GPT2", 8)]
 )
 def test_fixed_rows_write_plain_decodings_text(name: str, exact_rows: int) -> None:
+    check_fixed_rows(name, exact_rows, Sampling(), [Autoregressive(), *METHODS])
+
+
+@pytest.mark.parametrize("name", mostly_slow(BY_LISTS))
+def test_fixed_rows_write_plain_decodings_sample(name: str) -> None:
+    check_fixed_rows(name, 0, Sampling(temperature=0.8, top_p=0.95, seed=3), METHODS[1:3])
+
+
+def check_fixed_rows(name: str, exact_rows: int, sampling: Sampling, methods: Sequence[Method]) -> None:
     model = tiny(name)
     adapted = HFModel(model)
     assert adapted.lists
     decoder = decoder_on(GraphEngine(adapted, compiled=False, exact_rows=exact_rows, capacity=256), model)
-    sampled = Sampling(temperature=0.8, top_p=0.95, seed=3)
-    for sampling, methods in ((Sampling(), (Autoregressive(), *METHODS)), (sampled, METHODS[1:3])):
-        expected = Decoder(model).generate(PROMPT, method=Autoregressive(), sampling=sampling, max_new_tokens=12)
-        for method in methods:
-            found = decoder.generate(PROMPT, method=method, sampling=sampling, max_new_tokens=12)
-            assert found.token_ids == expected.token_ids
+    expected = Decoder(model).generate(PROMPT, method=Autoregressive(), sampling=sampling, max_new_tokens=12)
+    for method in methods:
+        found = decoder.generate(PROMPT, method=method, sampling=sampling, max_new_tokens=12)
+        assert found.token_ids == expected.token_ids
     assert decoder.engine.pool.held == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "lists", "words"),
+    [
+        ((7, 5), True, True, "a T4 has compute capability 7.5; 8.0 or later is needed"),
+        ((9, 0), False, True, "triton is not installed"),
+        ((9, 0), True, False, "it has attention that slot lists cannot express"),
+    ],
+)
+def test_why_there_are_no_graphs_on_a_gpu_is_said(
+    capability: tuple[int, int], triton: bool, lists: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, lists=lists, name="it")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a T4")
+    monkeypatch.setattr(choose, "find_spec", lambda name: triton or None)
+    with pytest.raises(InputError, match=f"runtime='graphs' cannot be used: {words}. Use runtime='plain'."):
+        engine_for(model, "graphs")
+    with pytest.raises(InputError, match=f"exact mode needs CUDA graphs: {words}."):
+        engine_for(model, exact=True)
+    with pytest.raises(InputError, match="exact mode needs runtime='graphs', not 'plain'"):
+        engine_for(model, "plain", exact=True)
 
 
 def test_models_that_lists_cannot_express_say_so() -> None:

@@ -565,8 +565,8 @@ def test_a_second_turn_reads_what_is_new() -> None:
 
 
 def test_texts_are_set_aside_where_slots_run_out() -> None:
-    with running(new_decoder(context=400), slots=400, keep=0) as found:
-        fields = {"temperature": 0.8, "max_tokens": 250, "logit_bias": {"256": -100}}
+    with running(new_decoder(context=160), slots=160, keep=0) as found:
+        fields = {"temperature": 0.8, "max_tokens": 140, "logit_bias": {"256": -100}}
         together = found.chat(n=4, seed=3, **fields).json()["choices"]
         alone = [found.text(seed=3 + number, **fields) for number in range(4)]
         assert [choice["message"]["content"] for choice in together] == alone

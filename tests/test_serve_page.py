@@ -38,22 +38,28 @@ def server() -> Iterator[Running]:
         yield found
 
 
-@pytest.fixture
-def page(server: Running, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The server's page, wide or narrow, light or dark; no error may show in its console."""
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    options = getattr(request, "param", {})
     with sync_playwright() as play:
-        chrome = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        found = chrome.new_context(**options).new_page()
-        errors: list[str] = []
-        found.on("pageerror", lambda error: errors.append(str(error)))
-        found.goto(server.url)
-        found.wait_for_selector("#model:has-text('tiny')")
+        found = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
-        chrome.close()
-        assert errors == []
+        found.close()
+
+
+@pytest.fixture
+def page(server: Running, chrome: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The server's page, wide or narrow, light or dark; no error may show in its console."""
+    context = chrome.new_context(**getattr(request, "param", {}))
+    found = context.new_page()
+    errors: list[str] = []
+    found.on("pageerror", lambda error: errors.append(str(error)))
+    found.goto(server.url)
+    found.wait_for_selector("#model:has-text('tiny')")
+    yield found
+    context.close()
+    assert errors == []
 
 
 def ask(page: Any, text: str, tokens: int = 24) -> None:
@@ -167,11 +173,8 @@ def test_tokens_have_the_colour_of_who_guessed_them(page: Any) -> None:
 
 
 @browser
-def test_a_key_is_asked_for() -> None:
-    from playwright.sync_api import sync_playwright
-
-    with running(new_decoder(), api_keys=("secret",)) as found, sync_playwright() as play:
-        chrome = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+def test_a_key_is_asked_for(chrome: Any) -> None:
+    with running(new_decoder(), api_keys=("secret",)) as found:
         page = chrome.new_page()
         page.goto(found.url)
         page.wait_for_selector("#model:has-text('key is needed')")
@@ -180,7 +183,7 @@ def test_a_key_is_asked_for() -> None:
         page.wait_for_selector("#model:has-text('tiny')")
         ask(page, "hello")
         assert page.locator(".assistant .token").count() > 3
-        chrome.close()
+        page.close()
 
 
 @browser

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace import AdaDecode, Decoder, DraftModel, Lookahead, Sampling
@@ -33,7 +33,7 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import walk
 
 from . import oracles
-from .conftest import CONTEXT, tiny
+from .conftest import CONTEXT, examples, tiny
 from .oracles import Path
 from .test_adadecode import random_exits
 from .test_heads import random_heads
@@ -83,7 +83,7 @@ def assert_alike(found: dict[Path, float], expected: dict[Path, float]) -> None:
         assert found[path] == pytest.approx(chance, abs=2e-4)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 4, 6, 9, 20]), st.integers(1, 7), st.integers(1, 9))
 def test_history(draw: random.Random, longest: int, depth: int, places: int) -> None:
     texts = texts_of(draw)
@@ -115,7 +115,7 @@ def test_a_text_shorter_than_the_places_that_are_followed() -> None:
     assert offered(nodes, 1).keys() == {(2,), (2, 2), (2, 2, 2)}
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.randoms(use_true_random=False), st.integers(2, 5), st.sampled_from([4, 8, 50]), st.integers(1, 6))
 def test_the_memory_of_ngrams(draw: random.Random, width: int, size: int, most: int) -> None:
     memory, simple = Ngrams(LANES + 1, width, CPU, size), [oracles.Memory(size) for _ in range(LANES)]
@@ -178,7 +178,7 @@ def steps(draw: random.Random, source: Any, count: int, most: int) -> Any:
         yield before, rows, best, found, room.tolist(), [list(text) for text in texts], logits.view(LANES, -1, WORDS)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.randoms(use_true_random=False), st.integers(1, 6))
 def test_jacobi(draw: random.Random, window: int) -> None:
     run = steps(draw, Jacobi(window, LANES + 2, CPU), 5, window + 1)
@@ -192,7 +192,7 @@ def test_jacobi(draw: random.Random, window: int) -> None:
             guesses[lane] = oracles.jacobi(said, int(found.counts[lane]), text, signed(seeds[lane]), window)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.randoms(use_true_random=False), st.integers(1, 7), st.integers(1, 20), st.sampled_from([1, 3, 8]))
 def test_recycling(draw: random.Random, ranks: int, paths: int, size: int) -> None:
     torch.manual_seed(draw.randrange(2**32))
@@ -250,7 +250,7 @@ def assert_published(
     assert set(paths) == {(), *guesses, *probes}
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(2, 5), st.integers(0, 4))
 def test_the_published_lookahead(draw: random.Random, window: int, ngram: int, guesses: int) -> None:
     source = Window(published(window, ngram, guesses), LANES + 2, CPU)
@@ -321,7 +321,7 @@ def said_behind(model: Any, text: Path) -> int:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@settings(max_examples=20)
+@examples(20)
 @given(draw=st.randoms(use_true_random=False), top=st.integers(1, 4), rows=st.integers(1, 9))
 def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: float) -> None:
     count, words, ranks = 3, 7, likely_paths(3, top, rows)
@@ -353,7 +353,7 @@ def test_paths_of_heads(draw: random.Random, top: int, rows: int, temperature: f
     assert (nodes.sources == nodes.depths - 1).all()
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     draw=st.randoms(use_true_random=False),
     top=st.integers(1, 4),
@@ -399,7 +399,7 @@ def test_paths_of_heads_that_know_the_guess_before(draw: random.Random, top: int
                 assert chance == pytest.approx(found[tokens], abs=1e-3)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(draw=st.randoms(use_true_random=False), top=st.integers(1, 4), beam=st.integers(1, 5))
 def test_paths_of_heads_that_wait_for_each_other(draw: random.Random, top: int, beam: int) -> None:
     words = 7

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace import InputError, InvalidLogits, Sampling
@@ -23,6 +23,7 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import Walk, walk
 
 from . import oracles
+from .conftest import examples
 from .oracles import Offer, Path
 
 WORDS = 6  # few, so that sources guess the same paths
@@ -90,7 +91,7 @@ def paths_of(rows: Rows, lane: int) -> list[Path]:
     return paths
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.randoms(use_true_random=False),
     st.booleans(),
@@ -136,7 +137,7 @@ def random_rows(draw: random.Random, lanes: int, most: int, deepest: int = 6) ->
     return rows, [paths_of(rows, lane) for lane in range(lanes)]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.randoms(use_true_random=False), st.integers(1, 20))
 def test_the_walk_and_what_is_kept(draw: random.Random, most: int) -> None:
     lanes, deepest = 4, 6
@@ -174,7 +175,7 @@ def test_the_walk_and_what_is_kept(draw: random.Random, most: int) -> None:
     assert int(state.lengths[lanes]) == 0
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.randoms(use_true_random=False))
 def test_rows_write_the_slots_behind_the_text(draw: random.Random) -> None:
     rows, paths = random_rows(draw, 3, 10)
@@ -189,7 +190,7 @@ def test_rows_write_the_slots_behind_the_text(draw: random.Random) -> None:
         assert slots[lane].tolist() == expected + [999] * (12 - count)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.integers(1, 130), st.randoms(use_true_random=False))
 def test_bits_say_what_is_seen(count: int, draw: random.Random) -> None:
     sees = torch.tensor([[[draw.random() < 0.5 for _ in range(count)] for _ in range(3)]])
@@ -230,7 +231,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.randoms(use_true_random=False), st.integers(0, 9))
 def test_choices_are_the_pickers(samplings: list[Sampling], draw: random.Random, spoiled: int) -> None:
     lanes, most = len(samplings), 12

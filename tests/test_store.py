@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace import Auto, Autoregressive, Decoder, InputError, Method, PromptLookup, Sampling, Step
@@ -25,7 +25,7 @@ from outpace.step.nodes import NEVER
 from outpace.trace import settings_of
 
 from . import oracles
-from .conftest import mostly_slow, tiny, tiny_chain
+from .conftest import examples, mostly_slow, tiny, tiny_chain
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_sources import CPU, LANES, WORDS, assert_alike, lanes_with, offered, texts_of
@@ -68,7 +68,7 @@ def text_of(draw: random.Random, longest: int) -> list[int]:
     return draw.choices(range(WORDS), k=draw.randrange(1, longest))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 7, 40]), st.booleans())
 def test_the_newest_tokens_are_there_and_the_oldest_are_forgotten(draw: random.Random, size: int, early: bool) -> None:
     store, texts = Earlier(size, CPU), list[list[int]]()
@@ -85,7 +85,7 @@ def test_the_newest_tokens_are_there_and_the_oldest_are_forgotten(draw: random.R
     assert runs in (None, store.runs)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 4, 9, 20]), st.integers(1, 7), st.integers(1, 9))
 def test_guesses_follow_earlier_texts_to_their_ends(draw: random.Random, longest: int, depth: int, places: int) -> None:
     texts, size, floor = texts_of(draw), draw.choice([1, 8, 60]), draw.choice([0.0, 0.03])

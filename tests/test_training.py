@@ -144,7 +144,7 @@ def test_batches_hold_every_text_once(texts: list[Text]) -> None:
 
 
 def test_heads_learn(texts: list[Text]) -> None:
-    one = trainer(Plan(updates=60, tokens=400, rate=1e-2))
+    one = trainer(Plan(updates=30, tokens=400, rate=1e-2))
     before = one.accuracies(texts)
     shares: list[float] = []
     losses: list[dict[str, list[float]]] = []
