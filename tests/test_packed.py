@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from platform import machine
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import outpace
 from outpace import Decoder, Sampling
 from outpace.errors import InputError, ModelError, OutpaceWarning
-from outpace.models import bundled, packing
+from outpace.models import bundled, packed, packing, products
 from outpace.models.gguf import File
 from outpace.models.loading import load
 from outpace.models.packed import FLAGS, FORMATS, Matrix, PackedEmbedding, PackedLinear, library
@@ -229,3 +230,22 @@ def test_what_cannot_be_asked_for(tmp_path: Path, files: dict[str, Path]) -> Non
     model, _ = read(files["llama"])
     with pytest.raises(InputError, match="need runtime='plain'"):
         Decoder(model, runtime="compiled")
+
+
+def test_threads_that_are_late_do_no_part_twice_and_leave_none(tmp_path: Path) -> None:
+    """A late thread once took a share of the next work by the counter of the one before; a step hung or crashed."""
+    program, headers = tmp_path / "late", Path(packed.__file__).parent
+    source = Path(__file__).with_name("late.cpp")
+    command = [
+        str(products.compiler()),
+        "-std=c++20",
+        "-O2",
+        "-pthread",
+        f"-I{headers}",
+        str(source),
+        "-o",
+        str(program),
+    ]
+    subprocess.run(command, check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout

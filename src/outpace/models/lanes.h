@@ -250,7 +250,7 @@ INLINE FloatPart from_bytes(const uint8_t* from) {
 
 // What is subtracted from codes of 8 bits. Where the processor multiplies unsigned numbers with signed ones they are
 // unsigned; everywhere else 128 is taken from them as they are unpacked.
-#if !defined(PORTABLE) && defined(__AVX512VNNI__)
+#if !defined(PORTABLE) && (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
 constexpr int32_t MIDDLE = 128;
 #else
 constexpr int32_t MIDDLE = 0;
@@ -277,6 +277,8 @@ template <bool WIDE, int GROUP>
 INLINE IntPart dot(const IntPart& sums, const BytePart& codes, const Inputs& inputs) {
 #if !defined(PORTABLE) && defined(__AVX512VNNI__)
   return (IntPart)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(inputs.four(GROUP)));
+#elif !defined(PORTABLE) && defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return (IntPart)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(inputs.four(GROUP)));
 #elif !defined(PORTABLE) && defined(__AVX512BW__)
   const __m512i numbers = _mm512_set1_epi32(inputs.four(GROUP)), ones = _mm512_set1_epi16(1), code = (__m512i)codes;
   __m512i pairs;

@@ -22,6 +22,10 @@
 
 namespace outpace {
 
+#ifndef LATE
+#define LATE()  // where a test lets a thread be late
+#endif
+
 constexpr uint64_t NONE = UINT32_MAX;  // in place of the first part that nobody has taken: there is none
 constexpr int LOOKS = 400;  // before a thread sleeps: some 20 microseconds
 
@@ -82,6 +86,7 @@ class Team {
     count_.store(count, std::memory_order_release);
     grain_.store(grain, std::memory_order_release);
     done_.store(0, std::memory_order_release);
+    LATE();
     next_.store(work << 32, std::memory_order_release);
     work_.store(static_cast<uint32_t>(work), std::memory_order_release);
     work_.notify_all();
@@ -118,10 +123,12 @@ class Team {
   void take(uint32_t work) {
     uint64_t next = next_.load(std::memory_order_acquire);
     while (next >> 32 == work) {
+      LATE();
       const auto call = call_.load(std::memory_order_acquire);
       void* const share = share_.load(std::memory_order_acquire);
       const int64_t count = count_.load(std::memory_order_acquire), grain = grain_.load(std::memory_order_acquire);
       const int64_t first = static_cast<uint32_t>(next), last = std::min(count, first + grain);
+      LATE();
       if (first >= count) return;
       if (!next_.compare_exchange_weak(next, (next >> 32 << 32) + last, std::memory_order_acq_rel)) continue;
       call(share, first, last);
