@@ -12,8 +12,7 @@ import typer
 
 from ..errors import InputError, UnknownNameError
 from ..limits import check_sampling
-from ..models.bundled import NAMES as NAMES
-from ..models.bundled import is_ready
+from ..models.bundled import NAMES, is_ready
 
 if TYPE_CHECKING:
     from ..grammar import Grammar

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError, OutpaceError
+from ..models.bundled import NAMES
 from . import options
 from .loading import load_decoder
 from .prompts import Entry, read_entries
@@ -201,7 +202,7 @@ def verify(
     exact = runtime.startswith("exact")
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
     name = model or found.model
-    if runtime == "packed" and name in options.NAMES:  # other names say it themselves
+    if runtime == "packed" and name in NAMES:  # other names say it themselves
         weights = weights or "packed"
     decoder = load_decoder(name, dtype or found.about.get("dtype"), device, how, exact, weights)
     receipt = check(decoder, found, tolerance)
