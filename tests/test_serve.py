@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -648,8 +649,10 @@ def test_what_is_not_done_when_the_drain_ends_is_told(monkeypatch: pytest.Monkey
 
 
 def test_health_is_503_until_the_model_is_there() -> None:
+    looked = Event()
+
     def load() -> Any:
-        time.sleep(0.6)
+        assert looked.wait(300)
         return new_decoder()
 
     with running(load, wait=False) as found:
@@ -657,6 +660,7 @@ def test_health_is_503_until_the_model_is_there() -> None:
         assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
         refused = found.chat()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        looked.set()
         while found.http.get("/health").status_code == 503:
             time.sleep(0.05)
         assert found.text()
