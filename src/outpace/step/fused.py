@@ -1,4 +1,4 @@
-"""Launches of the kernels, where there is a GPU: `usable` says whether they stand in for the functions of torch."""
+"""Launches the Triton kernels of `kernels.py`. Where `usable`, they replace the torch functions of the same step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows
 from .texts import Texts
 from .walking import Walk
 
-PART = 4096  # logits that one program looks through
-FEW = 32  # so many of the likeliest are found by kernels of ours
-WORDS = 2048  # that one program scores; parts are the same for any number of rows, as sums of fractions depend on them
-PASSES = 8  # in which the border of a cut is found, a digit of four bits each
-BLOCK = 32  # nodes that all nodes are compared with at a time
-STRETCH = 1024  # places of history that one program looks through
-TOGETHER = 16  # depths of history at a time
+PART = 4096  # logits per program
+FEW = 32  # up to this k, our own kernels find the top k
+WORDS = 2048  # tokens per program; the same for any number of rows, because float sums depend on how they are split
+PASSES = 8  # radix-select passes for the threshold of top-k and top-p, four bits each
+BLOCK = 32  # nodes compared with all nodes at a time
+STRETCH = 1024  # positions of history searched per program
+TOGETHER = 16  # depths of history computed at a time
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the kernels run there."""
+    """Whether the kernels run on this device."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -51,7 +51,7 @@ def plant(
     prices: torch.Tensor | None,
     table: torch.Tensor | None = None,
 ) -> Rows:
-    """`nodes.plant` with `count` rows, and the rows written to where the model reads them, `fixed`."""
+    """`nodes.plant` with `count` rows, which are also written to `fixed`, where the model reads them."""
     from . import kernels
 
     group, device = lanes.lanes, lanes.device
@@ -128,9 +128,9 @@ def plant(
 def choose(
     choices: Choices, logits: torch.Tensor, found: torch.Tensor, texts: Texts, rows: Rows, needs: frozenset[str]
 ) -> torch.Tensor:
-    """`Choices.choose`, in the form of `found`, what `find_best` says of the logits [all rows, words].
+    """`Choices.choose` for logits [all rows, tokens]. Takes and returns the form of `find_best`, as `found` is:
 
-    [2, all rows] the target's token after each row, and a number above minus infinity if there is one.
+    [2, all rows] the target's token after each row, and a value that is not -inf if there is one.
     """
     from . import kernels
 
@@ -205,9 +205,9 @@ def settle(
     deepest: int,
     counted: Choices | None = None,
 ) -> tuple[torch.Tensor, Walk, torch.Tensor, torch.Tensor]:
-    """`walk` and `Lanes.keep`: a report for the host, what was kept, [lanes, rows] the best tokens, lengths before.
+    """`walk` and `Lanes.keep`: a report for the host, what was kept, [lanes, rows] argmax tokens, previous lengths.
 
-    `found` is what `find_best` says, and `chosen` what `choose` does. The choices in `counted` learn what was kept.
+    `found` comes from `find_best`, `chosen` from `choose`. The kept tokens are counted in `counted`, for penalties.
     """
     from . import kernels
 
@@ -242,9 +242,9 @@ def settle(
 def follow(
     kept: Walk, before: torch.Tensor, lanes: Lanes, fixed: Any, each: int, count: int, scratch: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write what was kept to `each` rows of each lane, `fixed`.
+    """Write the kept tokens as `each` rows per lane to `fixed`.
 
-    Says where their states lie among those of all rows, `count` of each lane, and [lanes] which is the last of each.
+    Returns the index of each one's state among those of all rows (`count` per lane), and [lanes] that of the last.
     """
     from . import kernels
 
@@ -273,7 +273,7 @@ def history(
     source: int,
     store: torch.Tensor | None = None,
 ) -> Nodes:
-    """What `History.guess` offers."""
+    """The nodes of `History.guess`."""
     from . import kernels
 
     searched = texts.tokens if store is None else store.expand(texts.lanes, -1)
@@ -316,7 +316,7 @@ def ranks(
     lanes: int,
     sources: torch.Tensor,
 ) -> Nodes:
-    """What `HeadGuesses.guess` offers, from the guesses [lanes, …] of its heads."""
+    """The nodes of `HeadGuesses.guess`, from its heads' top tokens [lanes, …]."""
     from . import kernels
 
     nodes, heads = places.shape
@@ -344,7 +344,7 @@ def pairs(
     lanes: int,
     sources: torch.Tensor,
 ) -> Nodes:
-    """What `PairedGuesses.guess` offers, from the guesses [lanes, places, top] of its heads."""
+    """The nodes of `PairedGuesses.guess`, from its heads' top tokens [lanes, places, top]."""
     from . import kernels
 
     nodes, heads = ranks.shape
@@ -363,7 +363,7 @@ def pairs(
 
 
 def _joined(offers: Sequence[Nodes]) -> tuple[torch.Tensor, ...]:
-    """Tokens, depths, paths, chances and sources of all offers, each [lanes, nodes, …] in one piece."""
+    """Tokens, depths, paths, chances and sources of all offers, each concatenated to [lanes, nodes, …]."""
     from . import kernels
 
     lanes, device = len(offers[0].tokens), offers[0].tokens.device
@@ -396,24 +396,24 @@ def _joined(offers: Sequence[Nodes]) -> tuple[torch.Tensor, ...]:
 
 @cache
 def _chained(chains: int, length: int, device: torch.device) -> torch.Tensor:
-    """[nodes] the depths of so many chains."""
+    """[nodes] the depths of `chains` chains."""
     return torch.arange(1, length + 1, device=device).repeat(chains)
 
 
 @cache
 def _marks(offers: tuple[tuple[int, bool, bool, bool], ...], device: torch.device) -> torch.Tensor:
-    """[nodes] 1 for a probe, 2 for what may be accepted, 4 for what costs nothing, added up."""
+    """[nodes] bit flags: 1 a probe, 2 may be accepted, 4 from a source that is not costly."""
     marks = [probe + 2 * accepted + 4 * free for size, probe, accepted, free in offers for _ in range(size)]
     return torch.tensor(marks or [0], dtype=torch.int32, device=device)
 
 
 def _power(number: int) -> int:
-    """The least power of two that is no less."""
+    """The next power of two, or the number itself if it is one."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def comb(window: torch.Tensor, filled: torch.Tensor, drafted: torch.Tensor, room: torch.Tensor, **about: Any) -> Nodes:
-    """What `Window` offers of its window [lanes, levels, columns]."""
+    """The nodes of `Window` from its window [lanes, levels, columns]."""
     from . import kernels
 
     lanes, (_, levels, columns) = len(room), window.shape
@@ -449,7 +449,7 @@ def ngrams(
     deeper: float,
     source: int,
 ) -> Nodes:
-    """What `Window` offers of its pool of n-grams, `runs` [lanes, size + 1, width]."""
+    """The nodes of `Window` from its n-gram pool, `runs` [lanes, size + 1, width]."""
     from . import kernels
 
     lanes, device = texts.lanes, texts.device
@@ -494,7 +494,7 @@ def look(
     width: int,
     recycle: bool,
 ) -> None:
-    """What `Window` learns, the window being `width` columns wide."""
+    """`Window.learn`, for a window of `width` columns."""
     from . import kernels
 
     lanes, count = rows.tokens.shape
@@ -527,7 +527,7 @@ def recycled(
     own: int,
     source: int,
 ) -> Nodes:
-    """What `Recycle` offers of its memory, along paths of `ranks` [nodes, deepest], the first `own` from the root."""
+    """The recycled nodes of `Recycle`, by paths of `ranks` [nodes, deepest]; the first `own` start at the root."""
     from . import kernels
 
     lanes, device = texts.lanes, texts.device
@@ -557,9 +557,9 @@ def remember(
     kept: Walk,
     trust: torch.Tensor | None,
 ) -> None:
-    """What `Recycle` learns of rows [lanes, rows] from what is likeliest after each, `found` [2, all rows, ranks].
+    """`Recycle.learn` for rows [lanes, rows], from the top tokens after each, `found` [2, all rows, ranks].
 
-    And its runners-up, if there is a `trust` [ranks] in them.
+    With `trust` [ranks], it learns the runners-up too.
     """
     from . import kernels
 
@@ -579,7 +579,7 @@ def remember(
 
 
 def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """`picking.likeliest` for a few tokens of each line of logits [lines, words]."""
+    """`picking.likeliest` for small k: the top tokens of each row of logits [rows, tokens]."""
     from . import kernels
 
     rows, width = logits.shape

@@ -1,7 +1,7 @@
-"""The functions of this package as Triton kernels: one program a lane, one launch where torch has fifty.
+"""The functions of this package as Triton kernels: one program per lane, one launch where torch needs fifty.
 
-They do what `plant`, `walk`, `Lanes.keep` and the sources do, which are their oracles in tests. Names in capitals are
-known when a kernel is compiled.
+They compute what `plant`, `walk`, `Lanes.keep` and the sources compute, and tests compare them with those. Names in
+capitals are compile-time constants.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..models.kernels import _wait
 
 LANES_VARY = ["text_line", "searched_line", "nodes", "most", "count", "span", "at", "total", "source"]
 ROWS_VARY = ["rows", "count", "number"]
-DIGITS = tl.constexpr(16)  # of four bits
+DIGITS = tl.constexpr(16)  # values of a four-bit digit
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def join(
     all_tokens, all_depths, all_paths, all_chances, all_sources, source, nodes, at, total,
     NODES: tl.constexpr, FROM: tl.constexpr, DEEP: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """One lane: the nodes of one offer, whose paths have FROM hashes, into their places among all, from `at` on."""
+    """One lane: copy one offer's nodes, whose paths have FROM hashes, into the array of all nodes, starting at `at`."""
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     there = node < nodes
@@ -49,7 +49,7 @@ def join(
 
 @triton.jit
 def _ranks(keys, flags, key, flag, node, nodes, NODES: tl.constexpr, BLOCK: tl.constexpr):
-    """How many nodes come before each: those with a higher flag, then a higher key, then the first. -inf is no node."""
+    """The rank of each node, by flag, then key (both descending), then index. A key of -inf is no node."""
     rank = tl.zeros([NODES], tl.int32)
     for begin in range(0, nodes, BLOCK):
         other = begin + tl.arange(0, BLOCK)
@@ -64,7 +64,7 @@ def _ranks(keys, flags, key, flag, node, nodes, NODES: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _expect(expected, key, rank, MUST: tl.constexpr, CUTS: tl.constexpr):
-    """What trees of 1, 2, 4, … rows may bring, of nodes with these keys and ranks."""
+    """The expected tokens of trees of 1, 2, 4, … rows, from nodes with these keys and ranks."""
     likely = tl.where(key < MUST / 2, tl.exp(tl.minimum(key, 0.0)), 0.0)
     for cut in tl.static_range(CUTS):
         tl.store(expected + cut, 1.0 + tl.sum(tl.where(rank < (1 << cut) - 1, likely, 0.0), 0))
@@ -82,11 +82,12 @@ def plant(
     LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
     COSTLY: tl.constexpr, CUTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One lane: the likeliest of its `nodes` nodes as `count` rows, at most `most` of them real, in fixed places.
+    """One lane: its most likely nodes as `count` rows, of which at most `most` are real, written to static buffers.
 
-    Of NODES and ROWS, powers of two, the first `nodes` and `count` are there. Paths have DEEP hashes. `least` is the
-    chance that some guess must have. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS] are for
-    what threads tell each other. EXACT: what rows see goes to the fixed place as slots by depth, not as bits.
+    NODES and ROWS are `nodes` and `count` rounded up to powers of two. Paths have DEEP hashes. If no draft token
+    reaches the probability `least`, none is taken. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS]
+    are scratch memory through which threads communicate. EXACT: what rows attend to is written as slots by depth, not
+    as bits.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
@@ -132,7 +133,7 @@ def plant(
         hashed = tl.load(paths + (base + node) * DEEP + depth, mask=there, other=0)
         tl.store(keys + node, key)
         tl.debug_barrier()
-        # Of nodes with the same path one is left: the first of those with the highest key.
+        # Of nodes with the same path one remains: the one with the highest key, the first of equals.
         twice = tl.zeros([NODES], tl.int32)
         accepted = tl.zeros([NODES], tl.int32)
         guess = tl.zeros([NODES], tl.int32)
@@ -184,7 +185,7 @@ def plant(
             planted = top >= tl.min(tl.where(taken, key, float("inf")), 0)
             hoped = tl.where(planted & (free_key < MUST / 2), tl.exp(tl.minimum(free_key, 0.0)), 0.0)
             tl.store(expected + 2 * CUTS, tl.sum(hoped, 0))
-        if PROBES:  # guesses come first, and with them what is a guess and a probe
+        if PROBES:  # candidates first, including those that are also probes
             tl.debug_barrier()
             tl.store(keys + node, tl.where(taken, key, float("-inf")))
             tl.store(flags + node, guess)
@@ -202,7 +203,7 @@ def plant(
             worth = (1.0 + tl.cumsum(likely_row, 0)) / price
             best = tl.min(tl.where(worth == tl.max(worth, 0), row, ROWS), 0)
             taken = taken & ((place <= best) | (key >= MUST / 2))
-            if PROBES:  # they move up to where guesses were left out
+            if PROBES:  # they move up where candidates were dropped
                 tl.debug_barrier()
                 tl.store(keys + node, tl.where(taken, key, float("-inf")))
                 tl.debug_barrier()
@@ -264,12 +265,12 @@ def plant(
                 tl.store(by_depth, its_slot[None, :] + 0 * bits[:, None], mask=sees & inside[None, :] & real[:, None])
         tl.store(row_words + (first + row) * WORDS + word, bits, mask=real)
         if not EXACT:
-            # Among the rows of all lanes, this lane's begin at bit `lane × count`.
+            # Among the rows of all lanes, this lane's start at bit `lane × count`.
             shifted = bits << (bit_lane % 64)
             tl.store(fixed_tree + (first + row) * tree_line + bit_lane // 64 + word, shifted, mask=real)
     tl.store(row_parents + first + row, parent, mask=real)
     tl.store(fixed_tokens + first + row, tl.load(row_tokens + first + row, mask=real, other=0), mask=real)
-    # A lane at rest has no text.
+    # An idle lane has length 0.
     tl.store(fixed_positions + first + row, tl.where(active, start, 0) + row_depth, mask=real)
     slot = tl.load(slots + lane * text_line + start + row, mask=real, other=0)
     tl.store(fixed_slots + first + row, tl.where(valid & active, slot, scratch), mask=real)
@@ -283,10 +284,10 @@ def settle(
     best, kept_rows, kept_tokens, kept_counts, before, report, report_line, count, said, more,
     ROWS: tl.constexpr, WORDS: tl.constexpr, DEEP: tl.constexpr, DEPTHS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """One lane: walk down its tree with the target's choices, keep what holds, and report it.
+    """One lane: verify its draft tree, keep the accepted path, and report it to the host.
 
-    DEPTHS, a power of two, is at least DEEP, the rows that a path has at most. COUNTED: what is kept is counted
-    [lanes, vocabulary]. `said`, `more` numbers of each lane, 16 at most, is passed on with the report.
+    A path has at most DEEP rows; DEPTHS is that rounded up to a power of two. COUNTED: kept tokens are counted [lanes,
+    vocabulary]. `said`, `more` values per lane (at most 16), is copied into the report.
     """
     lane = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -362,9 +363,9 @@ def follow(
     tokens, positions, taken, lengths, states, last,
     DEEP: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One lane: write what was kept as EACH rows in fixed places, for heads to read.
+    """One lane: write the kept tokens as EACH rows to static buffers, where heads read them.
 
-    WIDTH, a power of two, is at least EACH. `states` says where their hidden states are among those of all rows.
+    WIDTH is EACH rounded up to a power of two. `states` gets the index of each one's hidden state among all rows.
     """
     lane = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
@@ -388,10 +389,10 @@ def matches(
     text, lengths, text_line, searched, searched_line, span, scores,
     LONGEST: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """One lane, and BLOCK of the `span` places where its text's end is looked for: the PLACES best matches.
+    """One lane, BLOCK of the `span` positions that are searched: the PLACES best matches with the sequence's end.
 
-    Their scores [lanes, blocks, PLACES] are the length of the match × `span` + the place; -1 where there are no more.
-    OWN: the text itself is looked through, up to its end.
+    Their scores [lanes, blocks, PLACES] are match length × `span` + position; -1 where there are no more. OWN: the
+    sequence itself is searched, up to its end.
     """
     lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     text += lane * text_line
@@ -403,7 +404,7 @@ def matches(
     match = tl.zeros([BLOCK], tl.int32)
     compared = tl.full([], 0, tl.int32)
     longest = tl.full([], 0, tl.int32)
-    while (longest == compared) & (compared < LONGEST):  # four more, as long as some place matches so far
+    while (longest == compared) & (compared < LONGEST):  # four more tokens, while some position still matches
         for more in tl.static_range(4):
             back = compared + more
             end = tl.load(text + tl.maximum(length - 1 - back, 0))
@@ -425,11 +426,11 @@ def history(
     CLASSES: tl.constexpr, FOUND: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, DEPTHS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """One lane: follow the PLACES best of the `found` matches by `matches`, DEPTH tokens each, with their chances.
+    """One lane: continue the PLACES best of the `found` matches of `matches` by DEPTH tokens, with probabilities.
 
-    There are up to eight CLASSES of matches. FOUND and WIDTH are powers of two that hold `found` and PLACES, 255 of
-    these at most. DEPTHS, a power of two, are computed at a time. Nodes lie place by place; paths have DEPTH + 1
-    hashes.
+    There are up to eight CLASSES of matches. FOUND and WIDTH are `found` and PLACES (at most 255) rounded up to powers
+    of two. DEPTHS, a power of two, depths are computed at a time. Nodes are in the order of matches; paths have DEPTH +
+    1 hashes.
     """
     lane = tl.program_id(0).to(tl.int64)
     searched += lane * searched_line
@@ -443,20 +444,20 @@ def history(
     matched = tl.where(score >= 0, score // span, 0)
     where = tl.where(score >= 0, score % span, 0)
     period = tl.full([WIDTH], DEPTH, tl.int32)
-    if OWN:  # a match that overlaps the end of the text repeats
+    if OWN:  # a match that overlaps the sequence's end repeats itself
         period = tl.maximum(tl.load(lengths + lane).to(tl.int32) - 1 - where, 1)
     there = place < PLACES
     node = lane * nodes + place * DEPTH
     column = tl.arange(0, DEPTHS)
-    parted = tl.full([WIDTH, WIDTH], DEPTH, tl.int32)  # the depth at which two places first differ
-    above = tl.zeros([WIDTH], tl.float32)  # the chance of the path so far
+    parted = tl.full([WIDTH, WIDTH], DEPTH, tl.int32)  # the depth at which two continuations first differ
+    above = tl.zeros([WIDTH], tl.float32)  # log probability of the path so far
     hashed_above = tl.zeros([WIDTH], tl.int64)
     for begin in range(0, DEPTH, DEPTHS):
         depth = begin + column
         token = tl.load(searched + tl.minimum(where[:, None] + 1 + depth[None, :] % period[:, None], span - 1))
         differ = token[:, None, :] != token[None, :, :]
         parted = tl.minimum(parted, tl.min(tl.where(differ, depth[None, None, :], DEPTH), 2))
-        # How many places go on with the path, and how many are still on it before: one byte of a number a class.
+        # How many continuations share the path, with this token and without it: one byte per class.
         grown = matched[:, None] + depth[None, :]
         heard = ((matched > 0) & there)[:, None]
         votes = tl.zeros([WIDTH, DEPTHS], tl.int64)
@@ -475,7 +476,7 @@ def history(
             my_votes = (mine >> (8 * (CLASSES - 1 - shorter))) & 255
             chance += belief * trust * my_votes.to(tl.float32) / tl.maximum(all_votes, 1).to(tl.float32)
             belief = tl.where(all_votes > 0, belief * (1 - trust), belief)
-        logs = tl.log(tl.where(heard & (token >= 0), chance, 0.0))  # below 0: an earlier text ends here
+        logs = tl.log(tl.where(heard & (token >= 0), chance, 0.0))  # below 0: a stored sequence ends here
         path = above[:, None] + tl.cumsum(logs, 1)
         added = mix(token, (depth + 1)[None, :])
         hashed = hashed_above[:, None] + tl.cumsum(added, 1)
@@ -486,7 +487,7 @@ def history(
         tl.store(tokens + out, token, mask=real)
         tl.store(chances + out, tl.where(path < floor, float("-inf"), path), mask=real)
         tl.store(paths + out * (DEPTH + 1), tl.zeros([WIDTH, DEPTHS], tl.int64), mask=real)
-        for deeper in range(begin, DEPTH, DEPTHS):  # all nodes from here on have these hashes
+        for deeper in range(begin, DEPTH, DEPTHS):  # all nodes from here on share these hashes
             below = deeper + column
             line = paths + (node[:, None] + below[None, :]) * (DEPTH + 1) + 1
             wanted = real[:, None, :] & (below < DEPTH)[None, :, None]
@@ -499,7 +500,7 @@ def ranks(
     places, depths, guesses, chances, worths, line, node_tokens, node_chances, paths, nodes,
     NODES: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """One lane: nodes from paths of ranks among the guesses of HEADS heads. GIVEN: with chances of their own."""
+    """One lane: nodes from paths of ranks among the top tokens of HEADS heads. GIVEN: probabilities are given."""
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     there = node < nodes
@@ -528,9 +529,9 @@ def pairs(
     ranks, depths, guesses, order, chances, worths, node_tokens, node_chances, paths, nodes,
     NODES: tl.constexpr, HEADS: tl.constexpr, TOP: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """One lane: nodes from paths of ranks among TOP guesses of each of HEADS places, each behind one of those before.
+    """One lane: nodes from paths of ranks among the TOP tokens of HEADS places, each conditioned on the one before.
 
-    order, chances: [places, before, rank] which guess it is, and how likely. GIVEN: with chances of their own.
+    order, chances: [places, before, rank] which token, and its log probability. GIVEN: the paths' are given.
     """
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
@@ -563,10 +564,10 @@ def comb(
     window, filled, drafted, room, tokens, depths, chances, paths,
     COLUMNS: tl.constexpr, LEVELS: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """One lane: the rows of Lookahead's window as nodes, first the spine, then column by column."""
+    """One lane: the entries of Lookahead's window as nodes, first the spine, then column by column."""
     lane = tl.program_id(0).to(tl.int64)
     window += lane * LEVELS * COLUMNS
-    fits = tl.load(room + lane) >= COLUMNS - 1  # where the context ends there is no more probing
+    fits = tl.load(room + lane) >= COLUMNS - 1  # no window near the end of the context
     tl.store(drafted + lane, fits.to(tl.int8))
     full = tl.load(filled + lane)
     node = tl.arange(0, NODES)
@@ -585,7 +586,7 @@ def comb(
     tl.store(chances + first + node, tl.where(real, 0.0, float("-inf")), mask=there)
     hashed = tl.zeros([NODES], tl.int64)
     for depth in range(COLUMNS):
-        # A path goes down the spine to its column, and then down the column.
+        # A path follows the spine to its column, then the column.
         below = tl.maximum(depth - column, 0)
         at = tl.where(below > 0, below * COLUMNS + column, depth)
         token = tl.load(window + at, mask=there & (below < LEVELS) & (depth > 0), other=0)
@@ -595,7 +596,7 @@ def comb(
 
 @triton.jit
 def _matches(runs, entry, ends, key, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether n-grams begin with the `key` tokens before `ends`, and go on."""
+    """Whether n-grams start with the `key` tokens before `ends`, and are longer than that."""
     same = tl.load(runs + entry * WIDTH + key) != -1
     for place in range(key):
         end = tl.load(ends - key + place)
@@ -608,10 +609,10 @@ def ngrams(
     text, lengths, text_line, runs, counts, found, keys, ends,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
 ):  # fmt: skip
-    """One lane: up to GUESSES different runs that followed the text's end, longest key first, then newest first.
+    """One lane: up to GUESSES distinct n-grams that continue the sequence, longest key first, then newest first.
 
-    `found` [lanes, GUESSES, WIDTH - 1] and `keys` [lanes, GUESSES] are filled with -1 and 0. TAIL is a power of two
-    that holds WIDTH. `ends` [lanes, LONGEST] gets the last tokens, -2 where there are none.
+    `found` [lanes, GUESSES, WIDTH - 1] and `keys` [lanes, GUESSES] come filled with -1 and 0. TAIL is WIDTH rounded up
+    to a power of two. `ends` [lanes, LONGEST] gets the last tokens, -2 where there are none.
     """
     lane = tl.program_id(0).to(tl.int64)
     runs += lane * (SIZE + 1) * WIDTH
@@ -640,7 +641,7 @@ def ngrams(
             its_key = top // SIZE
             its_entry = (count - 1 - (SIZE - 1 - top % SIZE) + SIZE) % SIZE
             tl.store(keys + kept, its_key)
-            # All others with the same run are passed over.
+            # Skip all others with the same continuation.
             same = score >= 0
             for place in tl.static_range(WIDTH - 1):
                 token = tl.load(runs + its_entry * WIDTH + its_key + place, mask=its_key + place < WIDTH, other=-1)
@@ -656,9 +657,9 @@ def prolonged(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
     RECYCLE: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One run of one lane as nodes. RECYCLE: where it is too short, with what followed its own end.
+    """One n-gram of one lane as nodes. RECYCLE: if it is too short, it is continued by another one.
 
-    `paths_so_far` [lanes, GUESSES, LONGEST + LENGTH] has the text's end and then the run.
+    `paths_so_far` [lanes, GUESSES, LONGEST + LENGTH] has the sequence's last tokens, then the n-gram's.
     """
     lane, guess = tl.program_id(0).to(tl.int64), tl.program_id(1)
     runs += lane * (SIZE + 1) * WIDTH
@@ -707,10 +708,10 @@ def look(
     COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, RECYCLE: tl.constexpr,
 ):  # fmt: skip
-    """One lane: what Lookahead's window and pool learn from a step.
+    """One lane: update Lookahead's window and n-gram pool after a step.
 
-    WIDE and HIGH are powers of two that hold COLUMNS and LEVELS. `answers` [lanes, WIDE] is for what threads tell each
-    other. An n-gram that is there already is added once more; `ngrams` passes over it. New ones have no name.
+    WIDE and HIGH are COLUMNS and LEVELS rounded up to powers of two. `answers` [lanes, WIDE] is scratch memory through
+    which threads communicate. Duplicate n-grams are stored again; `ngrams` skips them. New ones have no hash.
     """
     lane = tl.program_id(0).to(tl.int64)
     window += lane * LEVELS * COLUMNS
@@ -721,7 +722,7 @@ def look(
     row = tl.arange(0, ROWS)
     real = row < count
     total = tl.load(counts + lane)
-    if RECYCLE:  # what the model says after every row, the rejected ones too; the first rows last
+    if RECYCLE:  # the model's output after every row, rejected ones too; the first rows last
         valid = (tl.load(row_valid + first + row, mask=real, other=0) > 0) & (row > 0) & real
         token = tl.load(row_tokens + first + row, mask=real, other=0)
         parent = tl.load(row_parents + first + row, mask=real, other=0)
@@ -770,7 +771,7 @@ def look(
             tl.store(entry + more, tl.full([WIDE], -1, tl.int64), mask=collected)
         total += WINDOW
     tl.store(counts + lane, total)
-    # All levels are there: the oldest goes. Or else one more comes, and the first column goes.
+    # With all levels filled the oldest is dropped. Until then a level is added, and the first column is dropped.
     source = tl.where(full, level + 1, level)[:, None]
     shifted = tl.where(full, column, (column + 1) % COLUMNS)[None, :]
     newest = tl.where(full, source == LEVELS, source == levels)
@@ -787,10 +788,9 @@ def recycled(
     text, lengths, text_line, ranks, depths, known, following, chances, node_tokens, node_chances, paths, nodes, own,
     NODES: tl.constexpr, DEEP: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One lane: nodes from paths of ranks among the RANKS tokens that are remembered after each token.
+    """One lane: nodes from paths of ranks among the RANKS successors stored for each token.
 
-    The first `own` paths begin after the text's last token, the others among its runners-up, which lie in place SIZE +
-    1.
+    The first `own` paths start at the sequence's last token, the others at its runners-up, stored at index SIZE + 1.
     """
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
@@ -825,10 +825,10 @@ def remember(
     ROWS: tl.constexpr, TOP: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
     RUNNERS: tl.constexpr,
 ):  # fmt: skip
-    """One row of one lane: the TOP tokens that the model ranks next, unless an earlier row goes to the same place.
+    """One row of one lane: store the model's TOP tokens after it, unless an earlier row has the same index.
 
-    WIDE is a power of two that holds TOP. RUNNERS: after the last row that was kept they are the runners-up too, with
-    chances by rank.
+    WIDE is TOP rounded up to a power of two. RUNNERS: those of the last kept row are stored as runners-up too, with
+    probabilities by rank.
     """
     lane, mine = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = lane * count
@@ -846,7 +846,7 @@ def remember(
     line = found + (first + mine) * TOP + rank
     ranked = tl.load(line, mask=here, other=0.0).to(tl.int32)
     chance = tl.load(line + tl.num_programs(0).to(tl.int64) * count * TOP, mask=here, other=0.0).to(tl.float32)
-    chance = tl.where(chance > float("-inf"), chance, float("-inf"))  # NaN is no chance
+    chance = tl.where(chance > float("-inf"), chance, float("-inf"))  # NaN counts as none
     tl.store(known + place, own.to(tl.int32), mask=remembered)
     tl.store(following + place * RANKS + rank, ranked, mask=here & remembered)
     tl.store(chances + place * RANKS + rank, chance, mask=here & remembered)
@@ -861,7 +861,7 @@ def remember(
 
 @triton.jit
 def likely_parts(logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.constexpr, HELD: tl.constexpr):
-    """Of a part of a row of logits: its TOP highest with their places as sortable numbers, its peak and its sum."""
+    """Part of a row of logits: its TOP highest, with their indices, as sortable integers; its maximum and its sum."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = part * PART + tl.arange(0, PART)
     logit = tl.load(logits + row * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
@@ -883,7 +883,7 @@ def likely_parts(logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.c
 def likely(
     tops, sums, found, rows, parts, TOP: tl.constexpr, HELD: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr
 ):
-    """The TOP highest of a row from those of its parts, and the logarithms of their chances."""
+    """The TOP highest logits of a row from those of its parts, and their log probabilities."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     peak = tl.load(sums + (row * parts + part) * 2, mask=part < parts, other=float("-inf"))
@@ -907,14 +907,14 @@ def penalise(
     logits, scores, bias, seen, answered, repetitions, presences, frequencies, row_tokens, row_parents, width, count,
     PART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row: its logits with bias and penalties, as `Choices` has them. Not for fused multiply-adds."""
+    """Part of a row: its logits with bias and penalties, as `Choices` has them, without fused multiply-adds."""
     _wait(EARLY)
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
     there = place < width
     lane = row // count
     guessed = tl.zeros([PART], tl.float32)
     above = row % count
-    while above > 0:  # to a row the guesses above it are text, row 0 being text already
+    while above > 0:  # for a row, its ancestors count as part of the sequence; row 0 does already
         guessed += (place == tl.load(row_tokens + lane * count + above)).to(tl.float32)
         above = tl.load(row_parents + lane * count + above)
     of = lane * width + place
@@ -932,7 +932,7 @@ def penalise(
 
 @triton.jit
 def _scored(logits, found, temperatures, row, place, rows, count, width):
-    """Scores of some words of a row, and the highest of the whole row, as `Choices` has them before cuts."""
+    """Scores of some tokens of a row, and the row's highest, as `Choices` has them before top-k and top-p."""
     best = tl.load(found + rows + row).to(tl.float32)
     base = tl.where(tl.abs(best) < float("inf"), best, 0.0)
     temperature = tl.load(temperatures + row // count)
@@ -943,24 +943,24 @@ def _scored(logits, found, temperatures, row, place, rows, count, width):
 
 @triton.jit
 def _ordered(score):
-    """Whole numbers of 32 bits in the order of the floats."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # there is a zero with a sign
+    """32-bit integers in the order of the floats."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 counts as 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
 
 
 @triton.jit
 def _mass(score, whole):
-    """The share of a word in `whole`, the sum of all exponentials, as a whole number. Where one is infinite, none."""
+    """A token's share of `whole`, the sum of all exponentials, as a fixed-point integer; 0 if one is infinite."""
     share = tl.exp(score.to(tl.float64)) / whole * 4503599627370496.0  # 2**52
     return tl.where(share == share, share, 0.0).to(tl.int64)
 
 
 @triton.jit
 def _border(sums, states, row, parts, PARTS: tl.constexpr):
-    """What a pass of `sift` has found for a row.
+    """The result of one pass of `sift` for a row.
 
-    The digits of the border so far, how much is still wanted below all that is above it, and by part the sum of what
-    has these digits.
+    The threshold's digits so far, how much is still wanted after everything above it, and by part the sum of what has
+    these digits.
     """
     part, digit = tl.arange(0, PARTS), tl.arange(0, DIGITS)
     of = (row * parts + part[:, None]) * DIGITS + digit[None, :]
@@ -979,13 +979,12 @@ def sift(
     PART: tl.constexpr, PARTS: tl.constexpr, MASS: tl.constexpr, FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row, in one of the passes that look for the border of a cut, the score of the last word it keeps.
+    """Part of a row, in one pass of a radix select for the threshold of top-k or top-p: the last kept token's score.
 
-    The words above the border are fewer than the limit of the lane: how many there are, or, with MASS, what they weigh
-    of one. So it is the lowest such number of 32 bits. Each pass finds a digit, the FIRST the highest, by
-    what the words with each digit add up to, `sums` [passes, rows, parts, DIGITS]; the next pass finds it there.
-    `states` [passes, rows, 2] are the digits so far and what is still wanted. `weights` [rows, parts] are sums of
-    exponentials, and `wholes` [rows] those of rows.
+    It is the lowest 32-bit score such that the tokens above it are below the lane's limit: by count or, with MASS, by
+    probability. Each pass finds one digit, the FIRST pass the highest, from the totals of each digit's tokens, `sums`
+    [passes, rows, parts, DIGITS], which the next pass reads. `states` [passes, rows, 2] are the digits so far and what
+    is still wanted. `weights` [rows, parts] are the parts' sums of exponentials, `wholes` [rows] those of rows.
     """
     _wait(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -1028,7 +1027,7 @@ def weigh(
     logits, found, temperatures, counts, states, weights, rows, count, width, parts,
     PART: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row: the sum of the exponentials of its scores. TOP_K: of those that this cut keeps."""
+    """Part of a row: the sum of the exponentials of its scores. TOP_K: of those in the top k."""
     _wait(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = part * PART + tl.arange(0, PART)
@@ -1042,7 +1041,7 @@ def weigh(
 
 @triton.jit
 def _splitmix(x):
-    """As `picking._splitmix`, of a number without a sign."""
+    """As `picking._splitmix`, of an unsigned integer."""
     x += 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -1051,7 +1050,7 @@ def _splitmix(x):
 
 @triton.jit
 def _mixed(x):
-    """As `picking.mixed`, of numbers of 32 bits without a sign."""
+    """As `picking.mixed`, of unsigned 32-bit integers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -1059,7 +1058,7 @@ def _mixed(x):
 
 @triton.jit
 def _gumbel(seed, position, word):
-    """The noise of words, as `choosing.gumbel` has it for the target's choices."""
+    """The noise of tokens, as `choosing.gumbel` has it for the target's choices."""
     first = seed.to(tl.uint64)
     first = _splitmix(first ^ _splitmix(position.to(tl.uint64)))
     for stream in tl.static_range(2):
@@ -1078,7 +1077,7 @@ def draw(
     counts, count_states, masses, mass_states, wholes, tops, places, rows, count, width, parts,
     PART: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a row: the highest score with noise among the words that are not cut, and its place."""
+    """Part of a row: the highest score with noise among the tokens left by top-k, top-p and min-p, and its index."""
     _wait(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = part * PART + tl.arange(0, PART)
@@ -1088,7 +1087,7 @@ def draw(
     if TOP_K:
         least, _, _ = _border(counts, count_states, row, parts, PARTS)
         kept = kept & (_ordered(score) >= least)
-    if TOP_P:  # of equals at the border the first are kept
+    if TOP_P:  # of equal scores at the threshold the first are kept
         border, wanted, at_border = _border(masses, mass_states, row, parts, PARTS)
         order = _ordered(score)
         mass = tl.where(order == border, _mass(score, tl.load(wholes + row)), 0)
@@ -1104,7 +1103,7 @@ def draw(
 
 @triton.jit(do_not_specialize=ROWS_VARY)
 def drawn(tops, places, found, temperatures, chosen, rows, count, parts, PARTS: tl.constexpr, EARLY: tl.constexpr):
-    """The best of a row's parts, or what was found where nothing is drawn, and the highest score that was found."""
+    """The best of a row's parts, or the argmax if the lane does not sample, and the highest score."""
     _wait(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     of = row * parts + part
