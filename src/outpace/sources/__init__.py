@@ -1,1 +1,1 @@
-"""What guesses. A source has state for several lanes, and functions of tensors that guess and learn."""
+"""Sources of draft tokens. A source holds the state of all lanes, and proposes and learns with tensor functions."""

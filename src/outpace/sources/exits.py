@@ -1,4 +1,4 @@
-"""Exits as a source: what a head at a middle layer expects next, as a tree of a few levels."""
+"""Early-exit heads as a source: the tokens that a head at a middle layer expects next, as a tree of a few levels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .heads import expected
 
 
 class ExitGuesses(Climbing):
-    """The best guesses after the text's last token, then the best after the likeliest of those, and so on.
+    """The top tokens after the sequence's last token, then the top tokens after the most likely of those, and so on.
 
-    The rows to guess behind run the first layers for that, in the slots that the step's rows will write once more.
+    To draft behind a row, its first layers are run, in the slots that the step's rows overwrite later.
 
-    heads, layer: the exits, and after how many layers stands the one that is asked.
-    widths: how many guesses follow the last token, then each guess that is followed.
-    beam: so many guesses of a level are followed.
-    coupled: when sampling, rank guesses with the noise that the target will draw with.
+    heads, layer: the exits, and the layer after which the one in use stands.
+    widths: how many draft tokens follow the last token, then each draft token that is expanded.
+    beam: how many draft tokens of a level are expanded.
+    coupled: when sampling, rank draft tokens with the noise that the target will sample with.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ExitGuesses(Climbing):
         self.widths, self.coupled = widths, coupled
         self.deepest = len(widths)
         self.names = tuple(f"exit {layer}, {depth} ahead" for depth in range(1, self.deepest + 1))
-        self.followed = [1]  # rows of each level that are guessed behind
+        self.followed = [1]  # rows of each level that are expanded
         for width in widths[:-1]:
             self.followed.append(min(beam, self.followed[-1] * width))
         self.asks = [*accumulate(self.followed)]
@@ -67,7 +67,7 @@ class ExitGuesses(Climbing):
             ahead = (texts.lengths[:, None] + depth - 1).expand(-1, count)
             tokens, chances = expected(logits, width, self.coupled, ahead, texts, choices, needs)
             chances = worth[..., None] + chances
-            chances = torch.where(chances > NEVER, chances, NEVER).flatten(1)  # an exit may say NaN
+            chances = torch.where(chances > NEVER, chances, NEVER).flatten(1)  # an exit's output may be NaN
             hashes = paths[..., -1:] + mix(tokens, depth)
             paths = torch.cat([paths[:, :, None].expand(-1, -1, width, -1), hashes[..., None]], 3).flatten(1, 2)
             tokens = tokens.flatten(1)
@@ -85,7 +85,7 @@ class ExitGuesses(Climbing):
 def _grown(
     rows: Rows, tokens: torch.Tensor, parents: torch.Tensor, hashes: torch.Tensor, there: torch.Tensor, depth: int
 ) -> Rows:
-    """The rows, and one level more. Where a lane is not `there`, the level only fills up."""
+    """The rows with one more level. In lanes that are not `there`, the level is padding."""
     new = tokens.shape[1]
     valid = there[:, None].expand(-1, new)
     above = rows.sees.gather(1, parents[..., None].expand(-1, -1, rows.sees.shape[2])) & valid[..., None]

@@ -1,4 +1,4 @@
-"""Trained heads that guess several tokens ahead at once: Medusa's, Amphista's and block's; and Hydra's."""
+"""Draft heads: Medusa's, Amphista's and block's, which draft several tokens at once, and Hydra's, one by one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ..step.texts import Texts, signed
 from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
-CANDIDATES = 32  # guesses of a place that are paired with those of the next
+CANDIDATES = 32  # tokens of a place that are paired with those of the next
 Pick: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Of what the target has left of rows, what some heads read."""
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
-_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of heads that are at work
+_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by heads in use: see `quick`
 
 
 class _Expecting(Reading):
-    """What sources that draft with heads share.
+    """Common parts of sources that draft with heads.
 
-    coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
+    coupled: when sampling, rank draft tokens with the noise that the target will sample with.
     """
 
     def __init__(self, heads: Any, shared: tuple[Any, Any, int], pick: Pick, top: int, coupled: bool) -> None:
@@ -54,10 +54,10 @@ def expected(
     choices: Choices,
     needs: frozenset[str],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best guesses and their log chances [lanes, lines, top] by logits [lanes, lines, words].
+    """The top tokens and their log probabilities [lanes, lines, top], from logits [lanes, lines, tokens].
 
-    `ahead` [lanes, lines] are the positions of the tokens that they guess. When sampling and `coupled`, guesses are
-    ranked with the noise that the target will draw with.
+    `ahead` [lanes, lines] are the positions that the tokens are drafted for. When sampling and `coupled`, tokens are
+    ranked with the noise that the target will sample with.
     """
     noised = "noise" in needs
     lanes, lines, words = logits.shape
@@ -67,14 +67,14 @@ def expected(
     tokens, chances = found[0].long(), found[1].float()
     if noised:
         tokens, chances = _foreseen(tokens, chances, coupled, ahead, texts, choices)
-    missing = max(top - tokens.shape[2], 0)  # where there are fewer words
+    missing = max(top - tokens.shape[2], 0)  # if the vocabulary is smaller
     return F.pad(tokens[..., :top], (0, missing)), F.pad(chances[..., :top], (0, missing), value=NEVER)
 
 
 def _foreseen(
     tokens: torch.Tensor, chances: torch.Tensor, coupled: bool, ahead: torch.Tensor, texts: Texts, choices: Choices
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The guesses in the order of what the target will draw, with its noise, as `Picker.foresee` has it."""
+    """The tokens ranked with the target's own noise, as in `Picker.foresee`."""
     warm = choices.temperature[: texts.lanes, None, None]
     warmed = chances / torch.where(warm > 0, warm, 1.0)
     if coupled:
@@ -88,12 +88,12 @@ def _foreseen(
 
 
 class HeadGuesses(_Expecting):
-    """Paths of ranks: at each depth one of the best guesses of that depth's head.
+    """Paths of ranks: at each depth one of the top tokens of that depth's head.
 
-    paths: the ranks that are considered, each with its beginning among them.
-    worths: logarithms of their chances, if they are not to be what the heads believe.
-    compiled: whether the heads' forward is compiled, and computes products as the target's layers do.
-    coupled: when sampling, rank a head's guesses with the noise that the target will draw with.
+    paths: the paths considered; every prefix of a path is among them.
+    worths: their log probabilities, if not those of the heads.
+    compiled: whether the heads' forward pass is compiled, with the matrix products of the target's layers.
+    coupled: when sampling, rank draft tokens with the noise that the target will sample with.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class HeadGuesses(_Expecting):
         self._chances = torch.full((lanes, count * self.top), NEVER, device=device)
         self.state = (self._tokens, self._chances)
         self._depths = torch.tensor([len(path) for path in paths], device=device)
-        # [paths, count] where the guess at each depth lies among all; beyond the path, anything.
+        # [paths, count] the index of the token at each depth among all; beyond the path, arbitrary.
         places = [
             [head * self.top + (path[head] if head < len(path) else 0) for head in range(count)] for path in paths
         ]
         self._places = torch.tensor(places, device=device).view(len(paths), count)
         self._within = torch.arange(count, device=device) < self._depths[:, None]
-        # Compiled where a graph is captured of it: fewer and larger kernels.
+        # Compiled if it is captured in a CUDA graph: fewer and larger kernels.
         self._fixed = torch.compile(quick(heads).fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
         self._worths = None if worths is None else torch.tensor(worths, device=device)
 
@@ -154,10 +154,10 @@ class HeadGuesses(_Expecting):
 
 
 class PairedGuesses(_Expecting):
-    """Paths of ranks among guesses that depend on the one before: block's.
+    """Block's draft tokens, each conditioned on the one before, by paths of ranks.
 
-    At each depth a path goes on with the guess of its rank behind the guess that it has come to. For the settings see
-    HeadGuesses.
+    At each depth a path continues with the token of its rank among those that follow its last token. For the settings
+    see HeadGuesses.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class PairedGuesses(_Expecting):
         count = heads.count
         self.nodes = len(paths)
         self._tokens = torch.zeros(lanes, count, most, dtype=torch.long, device=device)
-        self._order = torch.zeros(lanes, count, most, most, dtype=torch.long, device=device)  # [before, rank] guesses
-        self._chances = torch.full((lanes, count, most, most), NEVER, device=device)  # of those
+        self._order = torch.zeros(lanes, count, most, most, dtype=torch.long, device=device)  # [before, rank] tokens
+        self._chances = torch.full((lanes, count, most, most), NEVER, device=device)  # their log probabilities
         self.state = (self._tokens, self._order, self._chances)
         self._depths = torch.tensor([len(path) for path in paths], device=device)
         ranks = [[*path, *[0] * (count - len(path))] for path in paths]
@@ -220,7 +220,7 @@ class PairedGuesses(_Expecting):
         warm: torch.Tensor | None,
         noise: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[count, lanes, before, rank] which guess has a rank behind each guess before, and its chance."""
+        """[count, lanes, before, rank] the token of each rank after each token before, and its log probability."""
         ends, _, _ = self.shared
         judged = self.heads.judge(chances, self.heads.pairs(states, tokens, ends).float())
         best, order = judged.sort(dim=-1, descending=True)
@@ -257,9 +257,9 @@ class PairedGuesses(_Expecting):
 
 
 class SequentialGuesses(_Expecting):
-    """Hydra's: a head knows the guesses before it, so guesses come one depth after the other, in a fixed loop.
+    """Hydra's heads read the draft tokens before them, so drafting goes depth by depth, in a fixed loop.
 
-    From each depth the `beam` likeliest paths are followed to the next.
+    Of each depth the `beam` most likely paths are expanded.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class SequentialGuesses(_Expecting):
 
 
 def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Texts, Choices, frozenset[str]]:
-    """One text as a lane of its own, and how its tokens are chosen: for what happens before it has a lane."""
+    """One sequence as a batch of one lane, and its sampling: for work that is done before it has a lane."""
     texts = Texts(1, 1, device)
     texts.lengths[:], texts.seeds[:] = len(sequence.tokens), signed(sampling.seed)
     choices = Choices(1, 1, device)
@@ -336,7 +336,7 @@ def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Text
 
 
 def quick(heads: Any) -> Any:
-    """A twin with the same weights, products joined and computed by code of ours where there is any."""
+    """A copy that shares the weights, with fused projections and our own matrix products where there are any."""
     twin = _twins.get(heads)
     if twin is None:
         twin = _twins[heads] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})
@@ -346,7 +346,7 @@ def quick(heads: Any) -> Any:
 
 
 def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) -> None:
-    """Give the heads' own keys and values their places in the pool, before a graph is captured."""
+    """Allocate the heads' own keys and values in the pool, before a graph is captured."""
     _, pool, _ = shared
     with pool.sequence([0, 0]) as text, torch.inference_mode():
         text.slots = pool.allocate(1)
@@ -356,9 +356,9 @@ def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) 
 
 
 def likely_paths(count: int, top: int, most: int, deeper: float = 1.0) -> list[Ranks]:
-    """Paths of ranks below `top`, up to `count` long: `most` of them, or all. Those with few and low ranks come first.
+    """Paths of up to `count` ranks below `top`: the first `most`, or all. Short paths of low ranks come first.
 
-    A path that is one longer comes as late as one whose rank, counted from 1, is `deeper` times as high.
+    One more depth counts as much as a rank, counted from 1, that is `deeper` times as high.
 
     >>> likely_paths(2, 3, 6)
     [(0,), (0, 0), (0, 1), (1,), (1, 0), (0, 2)]

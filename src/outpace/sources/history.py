@@ -1,4 +1,4 @@
-"""History: what followed the end of the text where it occurred before, or in earlier texts. Prompt lookup as a tree."""
+"""Prompt lookup as a tree: what followed earlier occurrences of the sequence's end, in it or in stored sequences."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ..step.nodes import NEVER, Nodes, chains
 from ..step.texts import Texts
 from .base import Source
 
-# How far to believe that a text goes on as it did after the same last 1, 2, 3, 4 or more tokens. What is left of
-# belief goes to the next shorter match. Measured on 60 answers of a small model; the exact values matter little.
+# The probability that a sequence continues as after an earlier occurrence of its last 1, 2, 3, 4 or more tokens. The
+# rest goes to the next shorter match. Measured on 60 answers of a small model; the exact values matter little.
 TRUST = (0.1, 0.2, 0.3, 0.5)
-# The same where at least so many tokens match. Fitted to 31 answers of the embedded model to Spec-Bench prompts (3,100
-# tokens), the shorter ones as above. What the best match of 4, 6, 8, 12 and 16 tokens says came in 77, 79, 84, 87 and
+# The same by minimum match length. Fitted to 31 answers of the embedded model to Spec-Bench prompts (3,100 tokens), the
+# short ones as above. The continuation of the best match of 4, 6, 8, 12 and 16 tokens was right in 77, 79, 84, 87 and
 # 96 % of cases.
 LONGER = {6: 0.15, 8: 0.15, 12: 0.3, 16: 0.75}
-PLACES = 8  # how many earlier places are followed, if nothing else is said
-NONE = -(2**20)  # in place of the length of a match: there is none
-STORED = "store"  # the name of guesses from earlier texts
-BETWEEN = -1  # in place of a token: here a text ends, and another begins
+PLACES = 8  # default for how many earlier occurrences are continued
+NONE = -(2**20)  # as a match length: no match
+STORED = "store"  # the source name of draft tokens from stored sequences
+BETWEEN = -1  # as a token: the boundary between two stored sequences
 
 
 class History(Source):
-    """Follows up to `places` earlier occurrences of the text's end, longest match first, then newest first.
+    """Continues up to `places` earlier occurrences of the sequence's end, longest match first, then newest first.
 
     longest: how many last tokens are compared.
-    depth: how many tokens each occurrence is followed.
-    floor: guesses with a lower chance are left out.
-    store: [tokens] of earlier texts, BETWEEN behind each. They are looked through instead, the newest coming last.
+    depth: how many tokens are taken from each occurrence.
+    floor: draft tokens with a lower probability are dropped.
+    store: [tokens] of stored sequences, newest last, BETWEEN after each. They are searched instead of the sequence.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class History(Source):
         self.nodes = places * depth
         self.store = store
         self.floor = math.log(floor) if floor else NEVER
-        # Matches are of classes: [classes] at least so many tokens, and how far such a match is believed.
+        # Matches fall into classes: [classes] the minimum length, and the probability for such a match.
         classes = [(least, trust) for least, trust in (*enumerate(TRUST, 1), *LONGER.items()) if least <= longest]
         self._least = torch.tensor([least for least, _ in classes]).to(device)
         self._trust = torch.tensor([trust for _, trust in classes]).to(device)
@@ -65,7 +65,7 @@ class History(Source):
         lengths = lengths // span  # [lanes, places] how many tokens match
         ahead = torch.arange(self.deepest, device=texts.device).expand(*where.shape, -1)
         if self.store is None:
-            # A match that overlaps the end of the text repeats: what it would go on with is its own beginning.
+            # A match that overlaps the sequence's end repeats itself: it continues with its own beginning.
             ahead = ahead % (texts.lengths[:, None] - 1 - where).clamp(min=1)[..., None]
         following = where[..., None] + 1 + ahead  # [lanes, places, depth]
         tokens = _searched(texts, self.store).gather(1, following.flatten(1).clamp(max=span - 1)).view_as(following)
@@ -76,9 +76,9 @@ class History(Source):
 
 
 def matches(texts: Texts, longest: int, store: torch.Tensor | None = None) -> torch.Tensor:
-    """[lanes, span] how many of the text's last tokens, up to `longest`, stand before and at each earlier place.
+    """[lanes, span] the match length at each earlier position: how many of the last tokens, up to `longest`, end there.
 
-    The places are the text's own, or those of a store.
+    The positions are the sequence's own, or those of a store.
     """
     tokens, lengths = _searched(texts, store), texts.lengths[:, None]
     span = tokens.shape[1]
@@ -86,23 +86,23 @@ def matches(texts: Texts, longest: int, store: torch.Tensor | None = None) -> to
     ends = texts.tokens.gather(1, (lengths - 1 - back).clamp(min=0))  # [lanes, longest] the last token first
     earlier = F.pad(tokens, (longest - 1, 0), value=BETWEEN).unfold(1, span, 1).flip(1)  # [lanes, longest, span]
     same = earlier == ends[..., None]
-    same &= (lengths > back)[..., None]  # so far back there is text
+    same &= (lengths > back)[..., None]  # not before the sequence's start
     if store is None:
-        same[:, 0] &= torch.arange(span, device=tokens.device) < lengths - 1  # the end itself is no earlier place
+        same[:, 0] &= torch.arange(span, device=tokens.device) < lengths - 1  # the end itself is no earlier occurrence
     return same.cumprod(1).sum(1)
 
 
 def _searched(texts: Texts, store: torch.Tensor | None) -> torch.Tensor:
-    """[lanes, span] where the ends of texts are looked for."""
+    """[lanes, span] the tokens that are searched."""
     return texts.tokens if store is None else store.expand(texts.lanes, -1)
 
 
 def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor, trust: torch.Tensor) -> torch.Tensor:
-    """[lanes, places, depth] log of the chance of each path.
+    """[lanes, places, depth] the log probability of each path.
 
-    The next token after a path is guessed by all places that have followed it so far, each with a match that has grown
-    by the path. Longer matches are believed first: among those at least so long, by how often it comes next. No path
-    goes on behind the end of an earlier text.
+    All occurrences that agree with a path vote for its next token, each with a match length that has grown by the path.
+    Longer matches count first: among all of at least a class's length, a token's probability is its share of the
+    votes. No path goes beyond the end of a stored sequence.
     """
     deepest = tokens.shape[2]
     follow = tokens.transpose(1, 2)  # [lanes, depth, places]
@@ -113,6 +113,6 @@ def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor, t
     counted = (grown[..., None] >= least).float()  # [lanes, depth, places, classes]
     total, mine = before @ counted, agree @ counted
     doubt = torch.where(total > 0, 1 - trust, 1.0).flip(-1).cumprod(-1).flip(-1)
-    belief = F.pad(doubt, (-1, 1), value=1.0)  # what the longer matches have left of it
+    belief = F.pad(doubt, (-1, 1), value=1.0)  # the probability that longer matches leave
     chance = (belief * trust * mine / total.clamp(min=1)).sum(-1)
     return torch.where((grown > 0) & (follow > BETWEEN), chance, 0.0).log().cumsum(1).transpose(1, 2)

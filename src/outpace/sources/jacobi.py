@@ -1,4 +1,4 @@
-"""Jacobi decoding: a block of guesses that the model corrects all at once, again and again."""
+"""Jacobi decoding: a block of draft tokens that the model corrects in parallel, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import Source, pick_from
 
 
 class Jacobi(Source):
-    """One chain of `window` guesses."""
+    """One chain of `window` draft tokens."""
 
     names = ("jacobi",)
 
@@ -33,7 +33,7 @@ class Jacobi(Source):
         return [chains(tokens, torch.zeros_like(tokens, dtype=torch.float32), self.first)]
 
     def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
-        """The model's answers behind the accepted ones are the next guesses; tokens of the text fill up."""
+        """The model's output after the accepted rows is the next draft, filled up with tokens of the sequence."""
         place = walk.counts[:, None] + torch.arange(self.deepest, device=best.device)  # rows are in the chain's order
         there = place < rows.valid.sum(1, keepdim=True)
         better = F.pad(best, (0, 1)).gather(1, place.clamp(max=best.shape[1]))

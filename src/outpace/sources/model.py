@@ -1,4 +1,4 @@
-"""A small model as a source: it writes ahead of the target, for all lanes together."""
+"""A draft model as a source, for all lanes in one batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..step.texts import Texts
 from .base import Writing
 from .heads import expected
 
-READ = 256  # tokens of a prompt at a time
+READ = 256  # prefill chunk, in tokens
 
 
 class ModelGuesses(Writing):
-    """A chain of `length` guesses.
+    """A chain of `length` draft tokens.
 
-    Its keys and values lie in the slots that the target has for the same positions, in a pool of its own with as many
-    slots: so nobody has to give it any. Each step it computes the end of the text anew, as much as a step may have
-    added to it, and writes on from there.
+    It has a KV cache of its own, of the same size as the target's, and uses the same slots for the same positions, so
+    it needs no allocation. Each step it recomputes the end of the sequence, as many tokens as a step can add, and
+    drafts from there.
 
-    engine: what runs the small model. All slots of its pool are taken.
+    engine: what runs the draft model. All slots of its pool are taken.
     """
 
     names = ("draft",)

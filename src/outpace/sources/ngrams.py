@@ -1,4 +1,4 @@
-"""A memory of short runs of tokens: the pool of Lookahead Decoding, as a ring that is looked through."""
+"""Lookahead Decoding's n-gram pool, as a ring buffer that is searched linearly."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch.nn import functional as F
 
 from ..step.nodes import mix
 
-NONE = -1  # in place of a token
-SIZE = 4096  # runs that a lane remembers
+NONE = -1  # no token
+SIZE = 4096  # n-grams per lane
 
 
 class Ngrams:
-    """The newest n-grams of each lane. Looking one up compares them all: that is nothing for a GPU, little for a CPU.
+    """The newest n-grams of each lane. A lookup compares all of them, which costs a GPU nothing and a CPU little.
 
     >>> memory = Ngrams(1, 3, torch.device("cpu"))
     >>> memory.add(torch.tensor([[[7, 1, 1], [7, 2, 2], [5, 3, 3], [7, 1, 1]]]))
@@ -23,25 +23,25 @@ class Ngrams:
     def __init__(self, lanes: int, width: int, device: torch.device, size: int = SIZE) -> None:
         """For n-grams of up to `width` tokens."""
         self.size = size
-        self._runs = torch.full((lanes, size + 1, width), NONE, device=device)  # the last is for what is no n-gram
-        self._names = torch.zeros(lanes, size + 1, dtype=torch.long, device=device)  # hashes of the runs
-        self._count = torch.zeros(lanes, dtype=torch.long, device=device)  # that were ever added
+        self._runs = torch.full((lanes, size + 1, width), NONE, device=device)  # the last takes what is not an n-gram
+        self._names = torch.zeros(lanes, size + 1, dtype=torch.long, device=device)  # hashes of the n-grams
+        self._count = torch.zeros(lanes, dtype=torch.long, device=device)  # n-grams ever added
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[lanes, size + 1, width] the n-grams, their names (0: none), and [lanes] how many were ever added."""
+        """[lanes, size + 1, width] the n-grams, their hashes (0: none), and [lanes] how many were ever added."""
         return self._runs, self._names, self._count
 
     def clear(self, lane: int) -> None:
-        """Forget all."""
+        """Drop all."""
         self._runs[lane].fill_(NONE)
         self._count[lane].fill_(0)
 
     def add(self, ngrams: torch.Tensor, lane: int | None = None) -> None:
-        """Remember n-grams [lanes, count, up to width], the newest last. Those that begin with NONE are none.
+        """Add n-grams [lanes, count, up to width], newest last. Those that start with NONE are skipped.
 
-        One that is there already is forgotten, and is the newest now.
-        With `lane`, those of this lane alone [1, count, width].
+        One that is in the pool already becomes the newest.
+        With `lane`, n-grams of this lane alone [1, count, width].
         """
         ngrams = F.pad(ngrams[:, -self.size :], (0, self._runs.shape[2] - ngrams.shape[2]), value=NONE)
         lanes = slice(len(ngrams)) if lane is None else slice(lane, lane + 1)
@@ -50,7 +50,7 @@ class Ngrams:
         names = mix(ngrams, torch.arange(ngrams.shape[2], device=ngrams.device)).sum(2)
         later = ((names[:, :, None] == names[:, None, :]) & real[:, None, :]).triu(1)
         real &= ~later.any(2)
-        # Nobody's name is 0.
+        # No hash is 0.
         new = torch.where(real, names, 0).sort(1).values
         at = torch.searchsorted(new, known).clamp(max=new.shape[1] - 1)
         again = (new.gather(1, at) == known) & (known != 0)
@@ -62,10 +62,10 @@ class Ngrams:
         count += real.sum(1)
 
     def after(self, ends: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What followed each end [lanes, ends, longest key]: [lanes, ends, most, width - 1] tokens, NONE beyond a run.
+        """What follows each end [lanes, ends, longest key]: [lanes, ends, most, width - 1] tokens, padded with NONE.
 
-        Longest key first, then newest first; no run comes twice. And [lanes, ends, most] the length of the key, 0
-        where there is no run.
+        Longest key first, then newest first; without duplicates. And [lanes, ends, most] the length of the key, 0 where
+        there is none.
         """
         lanes, count, longest = ends.shape
         runs = self._runs[:lanes, None, : self.size]  # [lanes, 1, size, width]
@@ -78,14 +78,14 @@ class Ngrams:
             for column, token in zip(columns, ends[..., longest - key :, None].unbind(2), strict=False):
                 same = same & (column == token)
             score = torch.where(same, (newness + key * self.size)[:, None], score)
-        # The same run may have been found by keys of different lengths.
+        # Keys of different lengths may have found the same continuation.
         wanted = min(most * min(longest, width - 1), self.size) if most > 1 else 1
         score, where = score.topk(wanted, 2) if wanted > 1 else score.max(2, keepdim=True)
         keys = score // self.size  # [lanes, ends, wanted]
         found = (
             runs[:, 0].gather(1, where.flatten(1)[..., None].expand(-1, -1, width)).view(lanes, count, wanted, width)
         )
-        # The run begins behind the key.
+        # The continuation starts after the key.
         shift = torch.arange(width - 1, device=ends.device) + keys[..., None]
         found = torch.where(shift < width, found.gather(3, shift.clamp(max=width - 1)), NONE)
         found = torch.where(keys[..., None] > 0, found, NONE)

@@ -1,15 +1,14 @@
-"""Recycling: what the model ranked next after each token, the last time that it computed a row with that token.
+"""Token Recycling: the model's top tokens after each token, from the last row with that token.
 
-Most rows of a step are rejected, but the model has said what it expects after each of them. This is remembered under
-the row's token alone, whatever stood before it, and is the next guess wherever that token comes again. Known as Token
-Recycling.
+Most rows of a step are rejected, but the model has computed what follows each of them. Its top tokens are stored under
+the row's token, whatever came before it, and drafted wherever that token comes again.
 
-The memory is each lane's own. It begins empty, or with what the last text of the same salt has left: that knows more
-tokens, but then the steps of a text depend on what was written before it. The prompt's rows would fill it too, but they
-have no logits: by estimate, to compute them takes about as long as what they win.
+Each lane has its own table. It starts empty, or with that of the last sequence of the same salt: this one knows more
+tokens, but makes a sequence's steps depend on earlier sequences. Prefill could fill it too, but computes no logits; by
+estimate, they would cost about as much time as they save.
 
-The runners-up are what the model ranked second, third, … where it chose the text's last token. Often one of them comes
-right after it. Known from LogitSpec.
+The runners-up are the tokens that the model ranked second, third, … when it chose the sequence's last token. Often one
+of them is the next token (LogitSpec).
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from ..step.walking import Walk
 from .base import Source
 from .heads import Ranks, likely_paths
 
-SIZE = 2**13  # tokens that a lane remembers at most; those that are equal modulo this push each other out
-SALTS = 16  # what texts have left is kept for so many
-DEEPEST = 6  # tokens ahead
+SIZE = 2**13  # entries per lane; tokens equal modulo this replace each other
+SALTS = 16  # how many tables of ended sequences are kept
+DEEPEST = 6  # the longest path
 BEHIND: Sequence[Ranks] = ((), (0,))  # the ranks that follow each runner-up
-NONE = -1  # in place of a token
+NONE = -1  # no token
 NAMES = ("recycled", "runner-up")
-# How often the model's second, third, … choice for a token is the token after it. Counted in 31 answers of the embedded
-# model to Spec-Bench prompts (3,100 tokens); the chance that the model gave it then says little more.
+# How often the runner-up of rank 2, 3, … is the next token. Counted in 31 answers of the embedded model to Spec-Bench
+# prompts (3,100 tokens); its probability at that time predicts little more than its rank.
 RUNNERS = (0.05, 0.03, 0.03, 0.02, 0.02, 0.015, 0.015)
 
 
 class Recycle(Source):
-    """Paths of ranks from the text's end on: at each depth one of the next tokens that are remembered.
+    """Paths of ranks below the sequence's last token: at each depth one of the stored successors.
 
-    A token is as likely to come next as the model believed it to be then. So it proved on 12 answers of a small model:
-    of tokens with a chance of 0.37 or more 0.56 came, of those from 0.14 on 0.22, from 0.05 on 0.08, from 0.02 on 0.03.
+    A stored token's probability is the model's at that time. This held on 12 answers of a small model: of tokens with a
+    probability of 0.37 or more 0.56 were right, of those above 0.14 0.22, above 0.05 0.08, above 0.02 0.03.
 
-    ranks: how many next tokens are remembered after each token.
+    ranks: how many successors are stored for each token.
     paths: how many paths are offered.
-    carried: whether a text begins with what the last one has left.
-    runners: how many runners-up are offered, fewer than there are ranks, and what is remembered as best after each.
+    carried: whether a sequence starts with the table of the last one.
+    runners: how many runners-up are offered (fewer than ranks), each alone and with its best stored successor.
     """
 
     names = NAMES
@@ -67,14 +66,14 @@ class Recycle(Source):
         self._own, self.nodes = len(own), len(ways)
         self.deepest = max(map(len, ways))
         self.size, self.runners = size, runners
-        # Whose next tokens are remembered in each place; those tokens; the logarithms of their chances. The last place
-        # but one is for what is not to be remembered, the last for the runners-up.
+        # Per entry: its token, the successors, their log probabilities. The last entry but one takes what is not to be
+        # stored, the last one the runners-up.
         self._known = torch.full((lanes, size + 2), NONE, dtype=torch.int32, device=device)
         self._next = torch.zeros(lanes, size + 2, ranks, dtype=torch.int32, device=device)
         self._chances = torch.full((lanes, size + 2, ranks), NEVER, device=device)
         self.state = (self._known, self._next, self._chances)
         self._carried = carried
-        self._left: dict[str, list[torch.Tensor]] = {}  # by the last text of each salt, the newest last
+        self._left: dict[str, list[torch.Tensor]] = {}  # of the last sequence of each salt, newest last
         trust = [0.0, *RUNNERS, *[RUNNERS[-1]] * ranks][:ranks]
         self._trust = torch.tensor(trust).log().to(device) if runners else None  # [ranks]
         self._depths = torch.tensor([len(way) for way in ways], device=device)
@@ -88,7 +87,7 @@ class Recycle(Source):
     def recall(self, lane: int, salt: str) -> None:
         for part, left in zip(self.state, self._left.get(salt, ()), strict=False):
             part[lane].copy_(left)
-        self._chances[lane, -1].fill_(NEVER)  # the runners-up were the other text's
+        self._chances[lane, -1].fill_(NEVER)  # the runners-up were the other sequence's
 
     def leave(self, lane: int, salt: str) -> None:
         if self._carried:
@@ -121,7 +120,7 @@ class Recycle(Source):
         return self._parts(nodes)
 
     def _parts(self, nodes: Nodes) -> list[Nodes]:
-        """Of all nodes what is recycled, and the runners-up."""
+        """Splits all nodes into recycled ones and runners-up."""
         if not self.runners:
             return [nodes]
         tokens, depths, paths, chances = nodes[:4]
@@ -131,7 +130,7 @@ class Recycle(Source):
         ]
 
     def learn(self, texts: Texts, rows: Rows, best: torch.Tensor, walk: Walk, logits: torch.Tensor) -> None:
-        """Of rows that go to one place the first is remembered: the likeliest come first, and they proved best."""
+        """Of rows with the same entry the first, most likely one is stored, which proved best."""
         tokens, (lanes, count) = rows.tokens, rows.tokens.shape
         ranks = min(self._next.shape[2], logits.shape[1])
         quick = fused.usable(logits.device)
@@ -148,7 +147,7 @@ class Recycle(Source):
         known[:, self.size] = NONE
         entries = place[..., None].expand(-1, -1, ranks)
         ranked, believed = found[0].int().view(lanes, count, -1), found[1].float().view(lanes, count, -1)
-        believed = torch.where(believed > NEVER, believed, NEVER)  # NaN is no chance
+        believed = torch.where(believed > NEVER, believed, NEVER)  # NaN counts as none
         following.scatter_(1, entries, ranked)
         chances.scatter_(1, entries, believed)
         if self._trust is not None:

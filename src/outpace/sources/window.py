@@ -7,10 +7,10 @@ The window holds the last N−1 Jacobi iterations of W future positions. With th
     …
     level N−2    x   y   …
 
-column i goes down from spine token i, and sees the spine up to there and itself: a tree, shaped like a comb. Its
-lowest row yields the next iteration, and each column with what it yields is an n-gram for the pool.
+column i hangs from spine token i, and attends to the spine up to there and to itself: a tree, shaped like a comb. The
+lowest level's output is the next iteration, and each column with its output is an n-gram for the pool.
 
-Until all levels are filled the window is wider: each step adds a level, and takes the first column off all of them.
+Until all levels are filled the window is wider: each step adds a level and drops the first column.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .base import Source
 from .history import TRUST
 from .ngrams import NONE, Ngrams
 
-OLDER, DEEPER = 0.9, 0.7  # what each older n-gram, and each token further down, has of the chance of the one before
+OLDER, DEEPER = 0.9, 0.7  # probability of each older n-gram, and of each deeper token, relative to the one before
 
 
 class Settings(NamedTuple):
@@ -43,11 +43,11 @@ class Settings(NamedTuple):
     longest_key: int
     recycle: bool
     published: bool
-    read: bool  # the text's own n-grams are for the pool too
+    read: bool  # whether the sequence's own n-grams enter the pool too
 
 
 class Window(Source):
-    """The window, and the pool of n-grams that come of it."""
+    """The window, and the pool of its n-grams."""
 
     names = ("window", "n-gram")
     asks_room = True
@@ -55,24 +55,24 @@ class Window(Source):
     def __init__(self, settings: Settings, lanes: int, device: torch.device) -> None:
         self.settings = settings
         self.levels = settings.ngram - 1
-        self.columns = settings.window + settings.ngram - 2  # at first
+        self.columns = settings.window + settings.ngram - 2  # at the start
         self.deepest = max(self.columns - 1, settings.ngram - 1)
         self.probes = self.probes_of(settings.window, settings.ngram)
         self.nodes = self.probes + settings.guesses * (settings.ngram - 1)
-        # [lanes, levels, columns]: the first place of level 0 is the current token's, and is not read.
+        # [lanes, levels, columns]: the first entry of level 0 is the current token's, and is not read.
         self._window = torch.zeros(lanes, self.levels, self.columns, dtype=torch.long, device=device)
         self._filled = torch.ones(lanes, dtype=torch.long, device=device)  # levels
         self._drafted = torch.zeros(lanes, dtype=torch.bool, device=device)  # whether the window is in the draft
         self._pool = Ngrams(lanes, max(settings.ngram, 3), device)
         self.state = (self._window, self._filled, self._drafted, *self._pool.tensors)
         trust = [1.0, *(TRUST[min(key, len(TRUST)) - 1] for key in range(1, settings.longest_key + 1))]
-        self._trust = torch.tensor(trust).log().to(device)  # [longest key + 1] of a guess, by the length of its key
+        self._trust = torch.tensor(trust).log().to(device)  # [longest key + 1] log probability by key length
         self._column = torch.arange(self.columns, device=device)
         self._level = torch.arange(self.levels, device=device)[:, None]
 
     @staticmethod
     def probes_of(window: int, ngram: int) -> int:
-        """Rows that a window has at most, but for the current token: while it is filled it has fewer."""
+        """The most rows of a window, without the current token; while it is being filled it has fewer."""
         return max((window + ngram - 2 - level) * (level + 1) - 1 for level in range(ngram - 1))
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
@@ -119,19 +119,19 @@ class Window(Source):
         )
 
     def _comb(self, lanes: int, room: torch.Tensor) -> Nodes:
-        """The window's rows, but for the current token."""
+        """The window's rows, without the current token."""
         window, filled = self._window[:lanes], self._filled[:lanes, None, None]
         hashes = self._hashes(lanes)
-        # A path goes down the spine to its column, and then down the column.
+        # A path follows the spine to its column, then the column.
         depth = torch.arange(self.columns, device=room.device)
         spine = hashes[:, :1].expand(-1, self.columns, -1)  # [lanes, columns, depth]
         level = (depth - self._column[:, None]).clamp(0, self.levels - 1)
         column = hashes.transpose(1, 2).gather(2, level.expand(lanes, -1, -1))
         paths = torch.where(depth <= self._column[:, None], spine, column)
-        # Where the context ends there is no more probing.
+        # No window near the end of the context.
         self._drafted[:lanes] = room >= self.columns - 1
         there = (self._level < filled) & (self._column <= self.columns - filled) & self._drafted[:lanes, None, None]
-        there[:, 0, 0] = False  # that is the root
+        there[:, 0, 0] = False  # the root
 
         def listed(values: torch.Tensor) -> torch.Tensor:
             """[lanes, nodes] from [lanes, levels, columns]: the spine, then column by column."""
@@ -149,14 +149,14 @@ class Window(Source):
         )
 
     def _hashes(self, lanes: int) -> torch.Tensor:
-        """[lanes, levels, columns] of the paths to all places of the window."""
+        """[lanes, levels, columns] hashes of the paths to all entries of the window."""
         added = mix(self._window[:lanes], self._level + self._column)
         added[:, 0, 0] = 0
         added[:, 0] = added[:, 0].cumsum(1)
         return added.cumsum(1)
 
     def _guesses(self, texts: Texts) -> Nodes:
-        """N-grams of the pool that go on from the text's end."""
+        """N-grams of the pool that continue the sequence."""
         settings = self.settings
         longest, length = settings.longest_key, settings.ngram - 1
         back = torch.arange(longest - 1, -1, -1, device=texts.device)
@@ -175,7 +175,7 @@ class Window(Source):
         return chains(runs.clamp(min=0), chances.masked_fill(~known, NEVER), self.first + 1)
 
     def _prolonged(self, ends: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
-        """Runs [lanes, guesses, length], where they are too short with what followed their own ends."""
+        """Continuations [lanes, guesses, length]; the pool prolongs those that are too short."""
         path = torch.cat([ends[:, None].expand(-1, runs.shape[1], -1), runs], 2)
         longest = ends.shape[1]
         for place in range(longest + 1, path.shape[2]):
@@ -192,7 +192,7 @@ class Window(Source):
             state = (self._window, self._filled, self._drafted, *self._pool.tensors)
             fused.look(*state, rows, best, settings.window, settings.recycle)
             return
-        if settings.recycle:  # what the model says after every row, the rejected ones too
+        if settings.recycle:  # the model's output after every row, rejected ones too
             before = rows.tokens.gather(1, rows.parents)
             said = torch.stack([before, rows.tokens, best], 2)
             said[:, 0] = NONE
@@ -207,7 +207,7 @@ class Window(Source):
         ngrams = torch.cat([columns, found[:, None]], 1).transpose(1, 2)  # [lanes, columns, ngram]
         whole = (full & drafted)[:, None] & (self._column < settings.window)
         self._pool.add(torch.where(whole[..., None], ngrams, NONE))
-        # All levels are there: the oldest goes. Or else one more comes, and the first column goes.
+        # With all levels filled the oldest is dropped. Until then a level is added, and the first column is dropped.
         up = ngrams.transpose(1, 2)[:, 1:]
         more = torch.where(self._level == filled[:, None, None], found[:, None], window).roll(-1, 2)
         moved = torch.where(full[:, None, None], up, more)
@@ -215,10 +215,10 @@ class Window(Source):
         self._filled[:lanes] = torch.where(drafted & ~full, filled + 1, filled)
 
     def _read(self, texts: Texts, walk: Walk) -> torch.Tensor:
-        """[lanes, new tokens, ngram] the n-grams of the text that end with new tokens."""
+        """[lanes, new tokens, ngram] the sequence's n-grams that end with new tokens."""
         ngram, most = self.settings.ngram, walk.tokens.shape[1]
         new = torch.arange(most, device=texts.device)
-        ends = texts.lengths[:, None] - walk.counts[:, None] + new  # places of new tokens
+        ends = texts.lengths[:, None] - walk.counts[:, None] + new  # positions of new tokens
         place = ends[..., None] - torch.arange(ngram - 1, -1, -1, device=texts.device)
         real = (new < walk.counts[:, None])[..., None] & (place[..., :1] >= 0)
         tokens = texts.tokens.gather(1, place.clamp(0, texts.tokens.shape[1] - 1).flatten(1)).view_as(place)
