@@ -97,7 +97,7 @@ def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
     model = tiny("Llama")
     (batch,) = batches(texts[:3], 10**6, random.Random(0))
     final, behind = states_behind(model, one.norm, batch.tokens, (1, 3))
-    rows, weights = one._places(batch)
+    rows, weights = batch.rows, one._weights(batch)
     learnt = one._learnt(heads, one._compute(batch.tokens), batch.tokens, rows, None).leaves()
     found = one._backward({"exits": learnt}, final, rows, weights, torch.Generator())["exits"]
     for place, layer in enumerate((1, 3)):

@@ -15,6 +15,11 @@ def send(
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def put(numbers: Any, place: torch.Tensor) -> None:
     """Write them to the beginning of a place on the device."""
     here = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .hf import attend
 
-CHECKED = 16  # tokens of each text, until it is looked who has ended
+CHECKED = 32  # tokens of each text, until it is looked who has ended
 FULL = 0.85  # the others go on alone, where they are no more than this share
 BATCHED = "outpace_batched"  # the name under which `attend_in_batches` is known to transformers
 
@@ -70,83 +70,177 @@ def write_batch(
 
     Keys and values are written in place, and texts that have ended make room for the others.
     """
-    device, count, longest = model.device, len(prompts), max(map(len, prompts))
-    chance = torch.Generator(device).manual_seed(seed)
-    warm = torch.tensor(temperatures, device=device)[:, None]
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]).to(device)
-    mask = torch.ones(count, longest + new_tokens, dtype=torch.long, device=device)
-    for row, prompt in enumerate(prompts):
-        mask[row, : longest - len(prompt)] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    over = torch.tensor([*ends], dtype=torch.long, device=device)
-    written = torch.full((count, new_tokens), -1, dtype=torch.long, device=device)
-    whose = torch.arange(count, device=device)
-    ended = torch.zeros(count, dtype=torch.bool, device=device)
-    cache = DynamicCache()
-    cache.layers = [_Growing(longest + new_tokens) for _ in layers_of(model)]
-    takes = inspect.signature(model.forward).parameters
+    longest = max(map(len, prompts))
+    texts = _Texts(model, prompts, longest + new_tokens, ends, temperatures, seed)
     with batched_decoding(model):
-        for place in range(new_tokens):
-            at = slice(0, longest) if place == 0 else slice(longest + place - 1, longest + place)
-            given: dict[str, Any] = {"position_ids": positions[:, at]} if "position_ids" in takes else {}
-            if "logits_to_keep" in takes:
-                given["logits_to_keep"] = 1
-            output = model(
-                input_ids=ids, attention_mask=mask[:, : at.stop], past_key_values=cache, use_cache=True, **given
-            )
-            tokens = _draw(output.logits[:, -1], warm, chance)
-            written[whose, place] = torch.where(ended, -1, tokens)
-            ended |= torch.isin(tokens, over)
-            ids = tokens[:, None]
-            if (place + 1) % CHECKED == 0 and (left := int((~ended).sum())) <= FULL * len(ended):
-                if not left:
-                    break
-                kept = (~ended).nonzero().squeeze(1)
-                warm, mask, positions, ids, whose, ended = (
-                    part[kept] for part in (warm, mask, positions, ids, whose, ended)
-                )
-                for layer in cache.layers:
-                    layer.select(kept)
-    return [[token for token in line if token >= 0] for line in written.tolist()]
+        texts.read()
+        while texts.length < longest + new_tokens:
+            left = texts.left()
+            if left == 0:
+                break
+            if left <= FULL * len(texts.whose):
+                texts.select()
+            texts.write(min(texts.length + CHECKED, longest + new_tokens))
+    return [[token for token in line if token >= 0] for line in texts.tokens[:, longest:].tolist()]
 
 
-def _draw(logits: torch.Tensor, warm: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """A token for each line, at a temperature of its own."""
-    if not bool((warm > 0).any()):
-        return logits.argmax(-1)
-    scores = logits.float() / torch.where(warm > 0, warm, 1.0)
-    noise = torch.empty_like(scores).exponential_(generator=chance).log_()
-    return torch.where(warm > 0, scores - noise, scores).argmax(-1)
+class _Texts:
+    """Texts side by side, padded on the left, that all grow by a token at a time.
+
+    Where attention is ours and all layers see the whole text, all that a step changes is in tensors that stay in place
+    (`fixed`): on CUDA such steps are captured as a graph.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        most: int,
+        ends: Sequence[int],
+        temperatures: Sequence[float],
+        seed: int,
+    ) -> None:
+        device, count, longest = model.device, len(prompts), max(map(len, prompts))
+        self.model = model
+        self.chance = torch.Generator(device).manual_seed(seed)
+        self.sampled = any(warm > 0 for warm in temperatures)
+        self.warm = torch.tensor(temperatures, device=device)[:, None]
+        self.over = torch.tensor([*ends], dtype=torch.long, device=device)
+        padded = [[-1] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        self.tokens = torch.full((count, most), -1, dtype=torch.long, device=device)
+        self.tokens[:, :longest] = torch.tensor(padded).to(device)
+        self.mask = torch.ones(count, most, dtype=torch.bool, device=device)
+        self.mask[:, :longest] = self.tokens[:, :longest] >= 0
+        self.length = longest  # positions that have a token
+        self.at = torch.tensor([longest - 1], device=device)  # the last of them
+        self.whose = torch.arange(count, device=device)  # of the texts that go on, which they are
+        self.ended = torch.zeros(count, dtype=torch.bool, device=device)
+        self.newest = torch.zeros(count, 1, dtype=torch.long, device=device)
+        self.positions = self.mask[:, :longest].sum(1, keepdim=True) - 1  # of the newest tokens
+        self.cache = DynamicCache()
+        self.cache.layers = [_Growing(most, self.at) for _ in layers_of(model)]
+        self.takes = inspect.signature(model.forward).parameters
+        self.fixed = "position_ids" in self.takes and _sees_all(model)
+        self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def read(self) -> None:
+        """Prefill, and each text's first token."""
+        mask = self.mask[:, : self.length].long()
+        self._take(self._logits(self.tokens[:, : self.length].clamp(min=0), mask, (mask.cumsum(1) - 1).clamp(min=0)))
+        self.length += 1
+
+    def write(self, length: int) -> None:
+        """Tokens up to a length: steps of one shape, of which one is captured."""
+        count, self.length = length - self.length, length
+        for layer in self.cache.layers:
+            layer.shown = length if self.fixed else 0
+        if not self.fixed:
+            for shown in range(length - count, length):
+                self._take(self._logits(self.newest, self.mask[:, :shown].long(), self.positions))
+            return
+        self._step()  # as it is: nothing may be set up for the first time while a graph is captured
+        if self.memory is None or count == 1:
+            for _ in range(count - 1):
+                self._step()
+            return
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.chance)
+        with torch.cuda.graph(graph, pool=self.memory):
+            self._step()
+        for _ in range(count - 1):
+            graph.replay()
+        torch.cuda.synchronize()  # before the graph is gone
+
+    def left(self) -> int:
+        """How many texts have not ended."""
+        return int((~self.ended).sum())
+
+    def select(self) -> None:
+        """Go on with the texts that have not ended alone."""
+        kept = (~self.ended).nonzero().squeeze(1)
+        for name in ("warm", "mask", "whose", "ended", "newest", "positions"):
+            setattr(self, name, getattr(self, name)[kept])
+        for layer in self.cache.layers:
+            layer.select(kept, self.length)
+
+    def _step(self) -> None:
+        """The next token of each text. Positions behind the newest are there, but hidden."""
+        seen = torch.arange(self.length, device=self.at.device) <= self.at
+        sees = self.mask[:, : self.length] & seen
+        self._take(self._logits(self.newest, sees[:, None, None], self.positions))
+
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        given: dict[str, Any] = {"position_ids": positions} if "position_ids" in self.takes else {}
+        if "logits_to_keep" in self.takes:
+            given["logits_to_keep"] = 1
+        output = self.model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **given)
+        found: torch.Tensor = output.logits[:, -1]
+        return found
+
+    def _take(self, logits: torch.Tensor) -> None:
+        """Choose a token for each text, and note it."""
+        tokens = self._draw(logits)
+        self.at += 1
+        self.tokens[self.whose, self.at.expand_as(self.whose)] = torch.where(self.ended, -1, tokens)
+        self.ended |= (tokens[:, None] == self.over).any(1)
+        self.newest.copy_(tokens[:, None])
+        self.positions += 1
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """A token for each line, at a temperature of its own."""
+        if not self.sampled:
+            return logits.argmax(-1)
+        warm = self.warm
+        scores = logits.float() / torch.where(warm > 0, warm, 1.0)
+        noise = torch.empty_like(scores).exponential_(generator=self.chance).log_()
+        return torch.where(warm > 0, scores - noise, scores).argmax(-1)
+
+
+def _sees_all(model: PreTrainedModel) -> bool:
+    """Whether a model takes our attention, and all of its layers see the whole text."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    whole = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
+    return whole and bool(getattr(model, "_supports_attention_backend", False))
 
 
 class _Growing(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer, in a place that is large enough from the start."""
+    """Keys and values of one layer, in a place that is large enough from the start.
 
-    def __init__(self, most: int) -> None:
+    `shown`: where it is set, so many positions are shown, and the new one is `at`, a tensor [1].
+    """
+
+    def __init__(self, most: int, at: torch.Tensor) -> None:
         super().__init__()
-        self._most = most
+        self._most, self._at = most, at
         self._places: list[torch.Tensor] = []
+        self.shown = 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        start, new = self.get_seq_length(), key_states.shape[2]
         both = (key_states, value_states)
         if not self._places:
             self.lazy_initialization(*both)
-            self._places = [part.new_empty(*part.shape[:2], self._most, part.shape[3]) for part in both]
-        for place, part in zip(self._places, both, strict=True):
-            place[:, :, start : start + new].copy_(part)
-        self.keys, self.values = (place[:, :, : start + new] for place in self._places)
+            self._places = [part.new_zeros(*part.shape[:2], self._most, part.shape[3]) for part in both]
+        if self.shown:
+            for place, part in zip(self._places, both, strict=True):
+                place.index_copy_(2, self._at, part)
+        else:
+            start, new = self.get_seq_length(), key_states.shape[2]
+            for place, part in zip(self._places, both, strict=True):
+                place[:, :, start : start + new].copy_(part)
+        end = self.shown or start + new
+        self.keys, self.values = (place[:, :, :end] for place in self._places)
         return self.keys, self.values
 
-    def select(self, kept: torch.Tensor) -> None:
-        """Go on with these texts alone."""
-        length = self.get_seq_length()
+    def select(self, kept: torch.Tensor, length: int) -> None:
+        """Go on with these texts alone; so many positions are written."""
+        seen = self.get_seq_length()
         del self.keys, self.values
         for number, place in enumerate(self._places):
-            smaller = place.new_empty(len(kept), *place.shape[1:])
+            smaller = place.new_zeros(len(kept), *place.shape[1:])
             smaller[:, :, :length] = place[kept, :, :length]
             self._places[number] = smaller
-        self.keys, self.values = (place[:, :, :length] for place in self._places)
+        self.keys, self.values = (place[:, :, :seen] for place in self._places)
 
 
 @contextmanager

@@ -11,16 +11,18 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import InputError
 from ..heads.storing import read_tensors
 from ..models.whole import write_batch
+from ..sending import move
 from .team import Team
 
 LONGEST_PROMPT = 1600
@@ -161,14 +163,29 @@ def read_answers(folder: Path) -> list[Text]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, filled up on the right."""
+    """Texts side by side, padded on the right."""
 
     tokens: torch.Tensor  # [texts, length]
     prompts: torch.Tensor  # [texts]
     lengths: torch.Tensor  # [texts]
+    rows: torch.Tensor  # [places] flat positions where the target chooses a token of an answer
+    since: torch.Tensor  # [places] how many tokens of the answer are before that position
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(part.to(device) for part in (self.tokens, self.prompts, self.lengths)))
+        """On the device, without waiting for what it does just now."""
+        parts = [getattr(self, part.name) for part in fields(self)]
+        return Batch(*(move(part, device) for part in parts))
+
+
+def side_by_side(texts: Sequence[Text]) -> Batch:
+    """Texts as a batch, on the host."""
+    prompts, lengths = torch.tensor([(text.prompt, len(text.tokens)) for text in texts]).unbind(1)
+    tokens = pad_sequence([text.tokens for text in texts], batch_first=True)
+    position = torch.arange(tokens.shape[1]).expand_as(tokens)
+    answered = (position >= prompts[:, None]) & (position < lengths[:, None] - 1)
+    return Batch(
+        tokens, prompts, lengths, answered.flatten().nonzero().squeeze(-1), (position - prompts[:, None])[answered]
+    )
 
 
 def batches(texts: Sequence[Text], tokens: int, rng: random.Random) -> Iterator[Batch]:
@@ -184,8 +201,4 @@ def batches(texts: Sequence[Text], tokens: int, rng: random.Random) -> Iterator[
         groups[-1].append(text)
     rng.shuffle(groups)
     for group in groups:
-        lengths = torch.tensor([len(text.tokens) for text in group])
-        padded = torch.zeros(len(group), int(lengths.max()), dtype=torch.long)
-        for row, text in enumerate(group):
-            padded[row, : len(text.tokens)] = text.tokens
-        yield Batch(padded, torch.tensor([text.prompt for text in group]), lengths)
+        yield side_by_side(group)

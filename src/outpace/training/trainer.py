@@ -28,6 +28,7 @@ from ..heads.exits import BINS, BORDERS
 from ..models.adapter import Ends
 from ..models.attention import without_cudnn
 from ..models.whole import states_behind
+from ..sending import send
 from .data import Batch, Text, batches
 from .muon import Muon
 from .team import Team
@@ -113,6 +114,7 @@ class Trainer:
         self.plan = plan
         self.device = next(model.parameters()).device
         self.progress = Progress()
+        self._unread: dict[str, torch.Tensor] = {}  # losses of the last update, not yet waited for
         self.optimizers = {name: _optimizers(part, plan) for name, part in self.heads.items()}
         for part in self.heads.values():
             part.to(self.device, torch.float32).train()
@@ -149,6 +151,8 @@ class Trainer:
                 right = {name: found[:, 0] for name, found in self.accuracies(held_out, MEASURED // 8).items()}
                 lines = {name: [round(head, 4) for head in found.tolist()] for name, found in right.items()}
                 self.progress.curve.append((round(self.progress.seconds, 1), lines))
+            if share >= 1:
+                self._note({})
             show(min(share, 1.0), self._summary())
             stop = self.team.mean(float(stopping())) > 0  # all processes do the same
             if checkpoint and (share >= 1 or stop or time.perf_counter() - last_save > 60 * self.plan.save_every):
@@ -181,10 +185,9 @@ class Trainer:
         for batch in batches(texts, self.plan.tokens, random.Random(self.plan.seed)):
             there = batch.to(self.device)
             states = self._compute(there.tokens)
-            rows, _ = self._places(there)
-            read = states.of(part).reshape(-1, there.tokens.numel(), part.shape.width)[:, rows]
-            yield Example(there.tokens.flatten()[rows], read, states.final.flatten(0, 1)[rows])
-            seen += len(rows)
+            read = states.of(part).reshape(-1, there.tokens.numel(), part.shape.width)[:, there.rows]
+            yield Example(there.tokens.flatten()[there.rows], read, states.final.flatten(0, 1)[there.rows])
+            seen += len(there.rows)
             if seen >= EXAMPLES * part.shape.width:
                 return
 
@@ -196,7 +199,7 @@ class Trainer:
 
     def _update(self, batch: Batch) -> None:
         target = self._compute(batch.tokens)
-        rows, weights = self._places(batch)
+        rows, weights = batch.rows, self._weights(batch)
         chance = torch.Generator(self.device).manual_seed(self.plan.seed + self.progress.update)
         learnt = {name: self._learnt(part, target, batch.tokens, rows, chance) for name, part in self.heads.items()}
         leaves = {name: found.leaves() for name, found in learnt.items()}
@@ -223,21 +226,16 @@ class Trainer:
     def _mixed(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def _places(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Flat places of the positions where the target says a token of an answer, and [heads, places] loss weights.
+    def _weights(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """By name [heads, places] loss weights.
 
         A head that guesses `ahead` does so for a place p from p - ahead: not from before the prompt's end.
         """
-        length = batch.tokens.shape[1]
-        position = torch.arange(length, device=self.device).expand_as(batch.tokens)
-        answered = (position >= batch.prompts[:, None]) & (position < batch.lengths[:, None] - 1)
-        rows = answered.flatten().nonzero().squeeze(-1)
-        since = (position - batch.prompts[:, None]).flatten()[rows]
-        weights = {}
+        found = {}
         for name, part in self.heads.items():
-            further = torch.tensor(part.ahead, device=self.device)[:, None] - 1
-            weights[name] = (since >= further) * self.plan.weight ** further.clamp(min=0)
-        return rows, weights
+            further = send(part.ahead, self.device)[:, None] - 1
+            found[name] = (batch.since >= further) * self.plan.weight ** further.clamp(min=0)
+        return found
 
     def _backward(
         self,
@@ -246,8 +244,8 @@ class Trainer:
         rows: torch.Tensor,
         weights: Mapping[str, torch.Tensor],
         chance: torch.Generator,
-    ) -> dict[str, list[float]]:
-        """Losses of each head; the gradients are left at what was learnt.
+    ) -> dict[str, torch.Tensor]:
+        """By name [heads] losses; the gradients are left at what was learnt.
 
         Where there are several chunks of places, a head of less weight learns from as many fewer of them.
         """
@@ -288,7 +286,7 @@ class Trainer:
                         doubts = learnt[name].doubts[head, places]
                         loss = loss + self._doubt(part, head, logits, doubts, aim.best, weight > 0)
                     torch.autograd.backward(loss)
-        return {name: total.tolist() for name, total in totals.items()}
+        return totals
 
     def _doubt(
         self, part: BlockHeads, head: int, logits: torch.Tensor, doubts: torch.Tensor, best: torch.Tensor, counted: Any
@@ -333,8 +331,11 @@ class Trainer:
         with self._mixed():
             return part.logits(states[None], self.ends, head)[0]
 
-    def _note(self, losses: Mapping[str, list[float]]) -> None:
-        for name, now in losses.items():
+    def _note(self, losses: dict[str, torch.Tensor]) -> None:
+        """Take the losses of an update. They are read with the next: until then the device need not be waited for."""
+        unread, self._unread = self._unread, losses
+        for name, found in unread.items():
+            now = found.tolist()
             if not all(map(math.isfinite, now)):
                 raise InputError(f"{name}: the loss is {now} at update {self.progress.update}. Use a lower rate.")
             old = self.progress.losses.get(name, now)
@@ -346,6 +347,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """All that is needed to go on, whole or not at all."""
+        self._note({})
         if not self.team.leads:
             return
         state = {
@@ -394,7 +396,7 @@ class Trainer:
         for batch in batches(texts, self.plan.tokens, random.Random(0)):
             there = batch.to(self.device)
             target = self._compute(there.tokens)
-            rows, weights = self._places(there)
+            rows, weights = there.rows, self._weights(there)
             for name, part in self.heads.items():
                 states = self._learnt(part, target, there.tokens, rows, None).states
                 for chosen in torch.split(torch.arange(len(rows), device=self.device), self.chunk):
@@ -426,7 +428,7 @@ class Trainer:
         for batch in batches(texts, self.plan.tokens, random.Random(0)):
             there = batch.to(self.device)
             target = self._compute(there.tokens)
-            rows, weights = self._places(there)
+            rows, weights = there.rows, self._weights(there)
             learnt = self._learnt(part, target, there.tokens, rows, None)
             sure, right = torch.zeros(2, part.count, len(rows), device=self.device)
             counted = torch.zeros(part.count, len(rows), dtype=torch.bool, device=self.device)
@@ -463,7 +465,7 @@ class Trainer:
         for batch in batches(texts, self.plan.tokens, random.Random(0)):
             there = batch.to(self.device)
             target = self._compute(there.tokens)
-            rows, _ = self._places(there)
+            rows = there.rows
             read = target.of(part).flatten(1, 2)
             for start in range(0, len(rows), self.chunk):
                 chosen = rows[start : start + self.chunk]
