@@ -24,7 +24,7 @@ from .service import Service
 from .settings import Settings, Source
 from .streams import ClientGone, Events, unless_gone
 
-# The page has no other files, talks to this server alone, and nobody may put it in a frame.
+# The page loads no other files, connects to this server only, and cannot be framed.
 SAFE = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -32,7 +32,7 @@ SAFE = (
 
 
 def build(source: Source, settings: Settings) -> FastAPI:
-    """The application. `app.state.service` is what it runs on."""
+    """The application. `app.state.service` holds what requests share."""
     service = Service(source, settings)
 
     @asynccontextmanager
@@ -121,7 +121,7 @@ def build(source: Source, settings: Settings) -> FastAPI:
 
 
 async def _answer(kind: Any, service: Service, asked: Any, request: Request) -> Response:
-    """A stream, or the whole answer, unless the client goes."""
+    """A streaming or a complete response, unless the client disconnects."""
     salt = request.headers.get("authorization", "")
     if asked.stream:
         return Events(kind.streamed(service, asked, salt))
@@ -130,7 +130,7 @@ async def _answer(kind: Any, service: Service, asked: Any, request: Request) -> 
 
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()  # of a field that may be this or that, what is wrong with each
+    found = error.errors()  # for a union field, one error per alternative
     first = min(found, key=lambda item: item["type"].endswith("_type"))
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":

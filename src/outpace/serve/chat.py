@@ -20,7 +20,7 @@ from .worker import Order
 
 
 async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Order]:
-    """The texts that a chat asks for."""
+    """The sequences that a chat request asks for."""
     service.check_model(asked.model)
     decoder, method = service.decoder, service.method_of(asked)
     if asked.top_logprobs is not None and not asked.logprobs:
@@ -52,17 +52,17 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
 
 
 def style(service: Service) -> str:
-    """How the model writes calls of tools."""
+    """The model's format of tool calls."""
     return style_of(str(getattr(service.decoder.tokenizer, "chat_template", None)))
 
 
 def callable_tools(asked: ChatRequest) -> list[str]:
-    """The names of the tools that an answer may call."""
+    """The names of the tools that the response may call."""
     return [] if asked.tool_choice == "none" else [tool.function.name for tool in asked.tools or ()]
 
 
 def begun(decoder: Any, grammar: Grammar, length: int, asked: Any) -> Any:
-    """A grammar for one text; a Fault where it cannot be used."""
+    """A grammar for one sequence; a Fault if it cannot be used."""
     try:
         return decoder.constraint(grammar, length)
     except OutpaceError as error:
@@ -71,7 +71,7 @@ def begun(decoder: Any, grammar: Grammar, length: int, asked: Any) -> Any:
 
 
 def grammar_of(asked: ResponseFormat | None) -> Grammar | None:
-    """What an answer must look like."""
+    """The grammar that the response must follow, if any."""
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
@@ -84,7 +84,7 @@ def grammar_of(asked: ResponseFormat | None) -> Grammar | None:
 def chosen_tools(
     tools: Sequence[Tool] | None, choice: str | ToolChoice | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """The tools that the model is told of, and those of which it must call one."""
+    """The tools that the model is told about, and those of which it must call one."""
     known = [tool.model_dump(exclude_none=True) for tool in tools or ()]
     if choice == "none":
         return [], None
@@ -101,10 +101,10 @@ def chosen_tools(
 
 
 class Choice:
-    """One text of an answer, as it comes."""
+    """One choice of a response, as it is generated."""
 
     def __init__(self, service: Service, tools: Sequence[str] = ()) -> None:
-        """Calls of these tools are found in it."""
+        """It is parsed for calls of these tools."""
         self.text = ""
         self.finish: str | None = None
         self.calls: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ class Choice:
         self._found = finder(style(service), tools) if tools else None
 
     def take(self, step: Step) -> list[dict[str, Any]]:
-        """What is new, as deltas."""
+        """The deltas of a step."""
         found = [Found(step.text)] if self._found is None else self._found.push(step.text)
         if step.finish is not None:
             found += [] if self._found is None else self._found.finish()
@@ -137,7 +137,7 @@ class Choice:
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.arguments}}]}
 
     def message(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The complete message."""
         found: dict[str, Any] = {"role": "assistant", "content": self.text or None if self.calls else self.text}
         if self.calls:
             found["tool_calls"] = self.calls
@@ -145,7 +145,7 @@ class Choice:
 
 
 async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, Any]:
-    """The answer at once."""
+    """The complete response."""
     orders, created = await orders_of(service, asked, salt), int(time())
     choices = [Choice(service, callable_tools(asked)) for _ in orders]
     steps: list[list[Step]] = [[] for _ in orders]
@@ -174,7 +174,7 @@ async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, An
 
 
 async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGenerator[Event, None]:
-    """The answer as it comes."""
+    """The response as a stream."""
     orders, name = await orders_of(service, asked, salt), new_id("chatcmpl-")
     choices = [Choice(service, callable_tools(asked)) for _ in orders]
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -182,7 +182,7 @@ async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGene
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}
     decoder = service.decoder
     begun: set[int] = set()
-    # Of most events only the text is new.
+    # Most events differ from the last only in their text.
     plainly = not (choices[0].finds_calls or asked.logprobs or asked.trace)
     content = {"delta": {"content": Form.PLACE}, "finish_reason": None}
     forms = [Form({**head, "choices": [{"index": place, **content}], **empty}) for place in range(len(orders))]
@@ -224,7 +224,7 @@ def _by_place(batch: Sequence[tuple[int, Step]]) -> dict[int, list[Step]]:
 
 
 def _merged(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbouring texts as one: a reader that lags gets fewer events."""
+    """Merges neighbouring text deltas: a slow reader gets fewer events."""
     merged: list[dict[str, Any]] = []
     for delta in deltas:
         if merged and "content" in delta and "content" in merged[-1]:

@@ -15,11 +15,11 @@ from .service import Service
 from .streams import Event, Form
 from .worker import Order
 
-USUAL = 16  # new tokens, where a request does not say: as OpenAI has it
+USUAL = 16  # OpenAI's default for max_tokens
 
 
 async def orders_of(service: Service, asked: CompletionRequest, salt: str) -> tuple[list[Order], int]:
-    """The texts that are asked for, those of the first prompt first, and how many prompts there are."""
+    """The sequences of a request, in the order of its prompts, and the number of prompts."""
     service.check_model(asked.model)
     decoder, method = service.decoder, service.method_of(asked)
     prompt = asked.prompt
@@ -42,14 +42,14 @@ async def orders_of(service: Service, asked: CompletionRequest, salt: str) -> tu
 
 
 class _Chances:
-    """The likelihoods of a text's tokens, as completions have them, by where each begins."""
+    """The logprobs of a choice in the form of completions, with the text offset of each token."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._offset = 0
 
     def take(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """Of new steps."""
+        """Add those of new steps."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for step in steps:
             for token, entry in zip(step.tokens, step.logprobs, strict=True):
@@ -64,7 +64,7 @@ class _Chances:
 
 
 async def whole(service: Service, asked: CompletionRequest, salt: str) -> dict[str, Any]:
-    """The answer at once."""
+    """The complete response."""
     (orders, prompts), created = await orders_of(service, asked, salt), int(time())
     steps: list[list[Step]] = [[] for _ in orders]
     async with service.ask(orders) as reply:
@@ -95,7 +95,7 @@ async def whole(service: Service, asked: CompletionRequest, salt: str) -> dict[s
 
 
 async def streamed(service: Service, asked: CompletionRequest, salt: str) -> AsyncGenerator[Event, None]:
-    """The answer as it comes."""
+    """The response as a stream."""
     orders, prompts = await orders_of(service, asked, salt)
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time()), "model": service.name}

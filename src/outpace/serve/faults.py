@@ -1,4 +1,4 @@
-"""What can go wrong with a request, in the form that OpenAI's clients read."""
+"""Errors of requests, in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INVALID = "invalid_request_error"
 
 
 class Fault(Exception):
-    """An answer that is an error: its message names the field and the remedy."""
+    """An error response. Its message names the field and the remedy."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class Fault(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer, or of an event in the midst of a stream."""
+        """The JSON of the response, or of an event within a stream."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -45,7 +45,7 @@ def busy(seconds: int) -> Fault:
 
 
 def not_ready(state: str) -> Fault:
-    """The model is being loaded, or the server ends."""
+    """The model is being loaded, or the server is shutting down."""
     return Fault(f"the server is {state}. Try again later.", 503, "service_unavailable", None, state, 5)
 
 
@@ -56,7 +56,7 @@ def too_late(seconds: float) -> Fault:
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What a client is told of an error. Bugs are logged by whoever catches them, and not shown."""
+    """The fault that a client sees for an error. Internal errors are logged where they are caught, and not shown."""
     if isinstance(error, Fault):
         return error
     if isinstance(error, OutpaceError):

@@ -1,4 +1,4 @@
-"""What clients send: every field with its range. Unknown fields are ignored, as OpenAI's clients expect."""
+"""Request bodies: every field with its range. Unknown fields are ignored, as OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, data: Any) -> Any:
-        """Halves of characters, as JSON can have them, are no text that could be read or sent back."""
+        """Refuse lone surrogates: JSON can contain them, but they can be neither tokenized nor sent back."""
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise PydanticCustomError("text", "must be text: it has a lone surrogate") from error
         except (TypeError, ValueError):
-            pass  # not from JSON; the fields say what is wrong
+            pass  # not from JSON; the fields' own checks report it
         return data
 
 
@@ -44,14 +44,14 @@ class Part(Fields):
 
 
 class Called(Fields):
-    """The function of a call."""
+    """The function of a tool call."""
 
     name: Name
     arguments: Text = ""
 
 
 class Call(Fields):
-    """A call of a tool by the model, in an earlier message."""
+    """A tool call by the model, in an earlier message."""
 
     id: Name = ""
     type: Name = "function"
@@ -104,37 +104,37 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What the answer must look like."""
+    """The format that the response must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class Prediction(Fields):
-    """What the answer is expected to be."""
+    """The expected response, to draft from."""
 
     type: Literal["content"] = "content"
     content: Text | list[Part]
 
 
 class StreamOptions(Fields):
-    """What a stream tells besides."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class TemplateSettings(Fields):
-    """The settings of chat templates that may be given."""
+    """Settings passed to the chat template."""
 
     enable_thinking: bool | None = None
 
 
 class Asked(Fields):
-    """What all ways to ask for a text have."""
+    """Fields of all kinds of requests."""
 
     refused: ClassVar[
         dict[str, tuple[Any, ...]]
-    ] = {}  # fields that are not supported, and the values that ask for nothing
+    ] = {}  # unsupported fields, and their values that have no effect
 
     model: Name | None = None
     stream: bool = False
@@ -162,7 +162,7 @@ class Asked(Fields):
 
 
 class Sampled(Asked):
-    """What chats and completions have."""
+    """Fields of chats and completions."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
@@ -227,7 +227,7 @@ class DetokenizeRequest(Fields):
 
 
 class InputItem(Fields):
-    """An item of `/v1/responses`: a message, a call, or what a call gave."""
+    """An item of `/v1/responses`: a message, a tool call, or its result."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -255,7 +255,7 @@ class FlatChoice(Fields):
 
 
 class TextFormat(Fields):
-    """The format of an answer, in `/v1/responses`."""
+    """The format of the text, in `/v1/responses`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name = "answer"
@@ -263,7 +263,7 @@ class TextFormat(Fields):
 
 
 class TextSettings(Fields):
-    """The settings of an answer's text."""
+    """Settings of the text, in `/v1/responses`."""
 
     format: TextFormat | None = None
 

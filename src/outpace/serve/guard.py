@@ -1,4 +1,4 @@
-"""Who may ask, and how much they may send. It stands before everything else, and decides by the path of the scope."""
+"""Authentication and size limits, as the outermost middleware. It goes by the path of the ASGI scope."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .faults import Fault
 from .settings import Settings
 
 log = logging.getLogger("outpace.serve")
-OPEN = ("/health", "/")  # without a key: the page is a file that holds nothing, and asks for the key
+OPEN = ("/health", "/")  # need no key: the page is a static file, and asks the user for the key
 
 
 class Guard:
-    """Checks key, Host, Origin, and the sizes of headers and body. Logs what was asked for, never what it said."""
+    """Checks API key, Host, Origin, and the sizes of headers and body. Logs requests, never their contents."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app, self.settings = app, settings
         self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it with what is wrong."""
+        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
@@ -46,7 +46,7 @@ class Guard:
             message = await receive()
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
-                if read > self.settings.max_body:  # in the midst of the application, which knows these
+                if read > self.settings.max_body:  # raised inside the application, which handles Faults
                     raise HTTPException(413, str(_too_large(self.settings)))
             return message
 
@@ -84,7 +84,7 @@ class Guard:
             raise _too_large(self.settings)
 
     def _knows(self, key: str) -> bool:
-        """Compares with every key, in a time that does not depend on them."""
+        """Compares with every key, in constant time."""
         given = sha256(key.encode("utf-8", "surrogateescape")).digest()
         return sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
 
@@ -94,7 +94,7 @@ def _too_large(settings: Settings) -> Fault:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """By name; of several with one name the last."""
+    """By name; of duplicates the last."""
     found: dict[str, Any] = {
         name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
     }

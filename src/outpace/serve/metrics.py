@@ -1,4 +1,4 @@
-"""Numbers for Prometheus under vLLM's names, and what a response says of its own guesses."""
+"""Prometheus metrics under vLLM's names, and the speculation statistics of a response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .worker import Job, Worker
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
-DEEPEST = 32  # positions of guesses that are counted apart
+DEEPEST = 32  # draft positions that are counted separately
 _HISTOGRAMS = {
     "time_to_first_token_seconds": _SECONDS,
     "inter_token_latency_seconds": _SECONDS,
@@ -41,7 +41,7 @@ _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
 
 
 class Metrics:
-    """What a worker tells it, as Prometheus reads it."""
+    """Metrics of a worker, for Prometheus."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -63,7 +63,7 @@ class Metrics:
         self._by_place = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "accepted guesses", by_place, registry=self.registry
         )
-        # Looking up labels takes longer than counting, so that is done once.
+        # Looking up labels takes longer than counting, so it is done once.
         self._counts = {name: counter.labels(**self._labels) for name, counter in self._counters.items()}
         self._observed = {name: histogram.labels(**self._labels) for name, histogram in self._histograms.items()}
         self._at = [self._by_place.labels(**self._labels, position=str(place)) for place in range(DEEPEST)]
@@ -84,13 +84,13 @@ class Metrics:
             self._gauges[name].labels(**self._labels).set_function(read)
 
     def set_aside(self, times: int) -> None:
-        """So often by now texts were set aside for want of slots."""
+        """The total number of preemptions for lack of KV slots so far."""
         if times > self._aside:
             self._count("num_preemptions", times - self._aside)
             self._aside = times
 
     def text(self) -> bytes:
-        """All of it, as `/metrics` shows it."""
+        """All metrics, as `/metrics` shows them."""
         return generate_latest(self.registry)
 
     def _count(self, name: str, number: float) -> None:
@@ -100,10 +100,10 @@ class Metrics:
         self._observed[name].observe(max(0.0, number))
 
     def stepped(self, tokens: int, jobs: Sequence[tuple[Job, Step]], now: float) -> None:
-        """A step has brought so many tokens."""
+        """A step has yielded this many tokens."""
         self._observe("iteration_tokens_total", tokens)
         self._count("generation_tokens", tokens)
-        drafts, offered, right = 0, 0, list[int]()  # of all texts
+        drafts, offered, right = 0, 0, list[int]()  # of all sequences
         for job, step in jobs:
             if not job.first:
                 job.first = now
@@ -127,7 +127,7 @@ class Metrics:
                 self._at[place].inc(sum(accepted > place for accepted in right))
 
     def ended(self, job: Job, reason: str, now: float) -> None:
-        """A text has ended."""
+        """A sequence has ended."""
         self._ended[reason].inc()
         self._observe("e2e_request_latency_seconds", now - job.arrived)
         self._observe("request_prompt_tokens", job.result.prompt_tokens)
@@ -144,7 +144,7 @@ class Metrics:
 
 
 def acceptance(results: Sequence[Result]) -> dict[str, Any]:
-    """vLLM's figures about the guesses of a response."""
+    """vLLM's speculation statistics of a response."""
     per_step = [tokens for result in results for tokens in result.accepted_per_step]
     offered = sum(sum(result.offered.values()) for result in results)
     accepted = sum(len(result.sources) - result.sources.count(MODEL) for result in results)
@@ -161,7 +161,7 @@ def acceptance(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def timings(jobs: Sequence[Job]) -> dict[str, Any]:
-    """llama.cpp's figures about a response."""
+    """llama.cpp's timings of a response."""
     results = [job.result for job in jobs]
     start = min(job.arrived for job in jobs)
     first = min((job.first for job in jobs if job.first), default=start)

@@ -1,4 +1,4 @@
-"""Parts of answers that several endpoints have: likelihoods and traces, with tokens as texts."""
+"""Parts of responses that several endpoints share: logprobs and traces, with tokens as text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..draft import Step
 from .metrics import acceptance, timings
 from .worker import Job
 
-LEAST = -9999.0  # in place of minus infinity, which JSON has not
+LEAST = -9999.0  # for minus infinity, which JSON lacks
 
 
 def new_id(kind: str) -> str:
-    """A name for an answer."""
+    """An id for a response."""
     return f"{kind}{secrets.token_hex(12)}"
 
 
 def word(decoder: Decoder, token: int) -> str:
-    """A token as text; one that is no whole character has a question mark in it."""
+    """A token as text, with a replacement character where it has only part of a character."""
     text: str = decoder.tokenizer.decode([token])
     return text
 
 
 def likely(decoder: Decoder, steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """The likelihoods of a chat's tokens, as OpenAI has them."""
+    """The logprobs of a chat's tokens, in OpenAI's form."""
 
     def entry(token: int, chance: float) -> dict[str, Any]:
         text = word(decoder, token)
@@ -41,7 +41,7 @@ def likely(decoder: Decoder, steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 
 def trace(decoder: Decoder, step: Step) -> dict[str, Any]:
-    """A step, for those who want to see who guessed what."""
+    """A step with the source of every draft token."""
     draft = step.draft
     return {
         "text": step.text,
@@ -61,7 +61,7 @@ def trace(decoder: Decoder, step: Step) -> dict[str, Any]:
 
 
 def figures(jobs: Sequence[Job]) -> dict[str, Any]:
-    """What a response says of its speed and its guesses, as vLLM and llama.cpp say it."""
+    """Speed and speculation statistics of a response, in the forms of vLLM and llama.cpp."""
     results = [job.result for job in jobs]
     return {
         "metrics": {"speculative_decoding": acceptance(results)},

@@ -1,4 +1,4 @@
-"""From the messages of a request to the tokens of a prompt. Off the event loop: long prompts take a while."""
+"""From the messages of a request to prompt tokens. Runs off the event loop, since long prompts take a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tools import BEGIN, END, described, style_of
 def chat_tokens(
     decoder: Decoder, messages: Sequence[Message], tools: Sequence[dict[str, Any]], settings: dict[str, Any]
 ) -> list[int]:
-    """The tokens of a chat, by the model's template."""
+    """The tokens of a chat, by the model's chat template."""
     template = getattr(decoder.tokenizer, "chat_template", None)
     if not template:
         raise Fault("this model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template")
@@ -33,13 +33,13 @@ def chat_tokens(
             chat, add_generation_prompt=True, return_dict=False, **given, **settings
         )
         tokens = list(found)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise Fault(f"the model's chat template rejects these messages: {error}", param="messages") from error
     return checked(tokens, "messages")
 
 
 def raw_tokens(decoder: Decoder, prompt: str | Sequence[int]) -> list[int]:
-    """The tokens of a text as it is."""
+    """The tokens of a raw prompt."""
     try:
         tokens = decoder.encode(prompt, raw=True)
     except OutpaceError as error:
@@ -48,14 +48,14 @@ def raw_tokens(decoder: Decoder, prompt: str | Sequence[int]) -> list[int]:
 
 
 def checked(tokens: list[int], param: str) -> list[int]:
-    """The tokens, if there are some."""
+    """The tokens; a Fault if there are none."""
     if not tokens:
         raise Fault("the prompt is empty. Give at least one token.", param=param)
     return tokens
 
 
 def text_of(content: str | Sequence[Part] | None, param: str) -> str:
-    """A message's text. Parts that are no text are refused."""
+    """A message's text. Parts that are not text are refused."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -65,7 +65,7 @@ def text_of(content: str | Sequence[Part] | None, param: str) -> str:
 
 
 def _plain(message: Message, knows_tools: bool, style: str) -> dict[str, Any]:
-    """A message as templates read it. One that knows no tools sees calls and their results as text."""
+    """A message as chat templates read it. One without tool support gets tool calls and their results as text."""
     role = "system" if message.role == "developer" else message.role
     text = text_of(message.content, "messages")
     found: dict[str, Any] = {"role": role, "content": text}
@@ -94,7 +94,7 @@ def _plain(message: Message, knows_tools: bool, style: str) -> dict[str, Any]:
 
 
 def _as_object(arguments: str) -> Any:
-    """What templates write as JSON themselves; a text that is no JSON stays one."""
+    """Arguments as an object, which templates write as JSON; a string that is not JSON stays one."""
     try:
         return json.loads(arguments or "{}")
     except ValueError:
@@ -102,5 +102,5 @@ def _as_object(arguments: str) -> Any:
 
 
 def _call_id(name: str, style: str) -> str:
-    """The name of a call. Mistral's templates want nine letters or digits."""
+    """The id of a call. Mistral's templates require nine letters or digits."""
     return sha256(name.encode()).hexdigest()[:9] if style == "mistral" else name

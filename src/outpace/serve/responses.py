@@ -1,4 +1,4 @@
-"""`/v1/responses`, without state: nothing is stored, and every request brings its whole conversation."""
+"""`/v1/responses`, stateless: nothing is stored, and every request brings its whole conversation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .service import Reply, Service
 
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
-    """The same as a chat."""
+    """The request as a chat request."""
     items = [InputItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
     messages = [Message(role="developer", content=asked.instructions)] if asked.instructions else []
     messages += [_message(item) for item in items]
@@ -149,7 +149,7 @@ def _usage(reply: Reply) -> dict[str, Any]:
 
 
 async def whole(service: Service, asked: ResponsesRequest, salt: str) -> dict[str, Any]:
-    """The answer at once."""
+    """The complete response."""
     chat = as_chat(asked)
     orders = await orders_of(service, chat, salt)
     shape, choice = _Shape(service, asked), Choice(service, callable_tools(chat))
@@ -163,12 +163,12 @@ async def whole(service: Service, asked: ResponsesRequest, salt: str) -> dict[st
 async def streamed(
     service: Service, asked: ResponsesRequest, salt: str
 ) -> AsyncGenerator[tuple[str | None, Any], None]:
-    """The answer as it comes, by events with names and numbers."""
+    """The response as a stream of named and numbered events."""
     chat = as_chat(asked)
     orders = await orders_of(service, chat, salt)
     shape, choice = _Shape(service, asked), Choice(service, callable_tools(chat))
     number = -1
-    items: list[str | int] = []  # the answer's items as they begin: "message", or the number of a call
+    items: list[str | int] = []  # the response's items in order: "message", or the number of a call
 
     def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         nonlocal number

@@ -1,4 +1,4 @@
-"""A server as a process: its address, its signals, its end."""
+"""The server process: address, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .service import Service
 from .settings import Settings, Source
 
 log = logging.getLogger("outpace.serve")
-PATIENCE = 2  # seconds that connections have to end after all texts have
+PATIENCE = 2  # seconds for connections to close after all sequences have ended
 
 
 class Server(uvicorn.Server):
-    """Drains at the first SIGTERM or Ctrl-C: no new requests, those that there are end. The second ends it at once."""
+    """Drains at the first SIGTERM or Ctrl-C: refuses new requests, finishes open ones. The second stops it at once."""
 
     def __init__(self, source: Source, settings: Settings, drain: float = 30.0) -> None:
         app = build(source, settings)
@@ -74,7 +74,7 @@ def listen(host: str, port: int, has_key: bool) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches an address."""
+    """Whether an address is reachable from this machine only."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -82,7 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
-    """The API keys of a file, one a line."""
+    """The API keys in a file, one per line."""
     if path is None:
         return ()
     try:
@@ -97,7 +97,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
 def run(
     source: Source, settings: Settings, place: socket.socket, drain: float, on_ready: Callable[[Server], None]
 ) -> None:
-    """Serve until a signal comes. Raises what loading the model has failed with."""
+    """Serve until a signal comes. Raises the error if the model could not be loaded."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=False)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = Server(source, settings, drain)

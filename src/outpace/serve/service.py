@@ -1,4 +1,4 @@
-"""What a server has: a decoder that is loaded in the background, the worker, and the texts of each request."""
+"""What a server's requests share: the decoder, loaded in the background, and the worker that runs it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .worker import Job, Mailbox, Order, Worker
 log = logging.getLogger("outpace.serve")
 T = TypeVar("T")
 PLAIN = "autoregressive"
-KEPT = 4096  # slots, where every row looks at all slots
+KEPT = 4096  # slots of the prefix cache, if every row attends over all slots with a mask
 
 
 class Service:
-    """The parts of a server that requests share."""
+    """What a server's requests share."""
 
     def __init__(self, source: Source, settings: Settings) -> None:
         self.settings = settings
         self.state = "loading"
-        self.error: BaseException | None = None  # what loading has failed with
+        self.error: BaseException | None = None  # from loading the model
         self._source = source
         self._decoder: Decoder | None = None
         self._worker: Worker | None = None
@@ -45,7 +45,7 @@ class Service:
         self.on_ready: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Load the model, if it is not, and begin to write."""
+        """Load the model, if needed, and start decoding."""
         self._loading.start()
 
     def _load(self) -> None:
@@ -73,49 +73,49 @@ class Service:
         self.on_ready()
 
     async def close(self) -> None:
-        """End everything. Texts that are being written end with an error."""
+        """Stop everything. Running sequences end with an error."""
         self.state = "stopped"
         await asyncio.to_thread(self._loading.join)
         await asyncio.to_thread(self.abort)
         self._threads.shutdown()
 
     def drain(self) -> None:
-        """Take no more requests; those that there are go on."""
+        """Refuse new requests; open ones go on."""
         self.state = "draining"
         if self._worker is not None:
             self._worker.drain()
 
     def abort(self) -> None:
-        """End all texts with an error."""
+        """End all sequences with an error."""
         if self._worker is not None:
             self._worker.stop()
 
     @property
     def open(self) -> int:
-        """Texts that are not ended."""
+        """How many sequences have not ended."""
         return 0 if self._worker is None else self._worker.open
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder, or a Fault where it is not there yet."""
+        """The decoder; a Fault if it is not loaded yet."""
         if self._decoder is None:
             raise not_ready(self.state)
         return self._decoder
 
     @property
     def name(self) -> str:
-        """The model's, as clients say it."""
+        """The model's name for clients."""
         return self.settings.name or self.decoder.model.name
 
     @property
     def metrics(self) -> Metrics:
-        """Numbers for Prometheus."""
+        """Metrics for Prometheus."""
         if self._metrics is None:
             raise not_ready(self.state)
         return self._metrics
 
     def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not this one, and all while it is being loaded or the server ends."""
+        """Refuse other models, and all requests while the model is being loaded or the server is shutting down."""
         if self.state != "ready":
             raise not_ready(self.state)
         if model not in (None, "", self.name):
@@ -123,18 +123,18 @@ class Service:
             raise Fault(message, 404, param="model", code="model_not_found")
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Do what takes a while, in another thread."""
+        """Do slow work in another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def ask(self, orders: Sequence[Order]) -> Reply:
-        """Texts for a request."""
+        """Submit the sequences of a request."""
         if len(orders) > self.settings.max_n:
             raise Fault(f"a request may have at most {self.settings.max_n} choices, not {len(orders)}.", param="n")
         assert self._worker is not None
         return Reply(self._worker, orders, self.settings.deadline)
 
     def method_of(self, asked: Asked) -> str | None:
-        """The method that a request names; None for the server's own."""
+        """The method that a request names; None for the server's default."""
         if not asked.speculative:
             return PLAIN
         if asked.method is None:
@@ -147,7 +147,7 @@ class Service:
         return asked.method
 
     def samplings_of(self, asked: Asked, count: int) -> list[Sampling]:
-        """How the texts of a request are chosen: as OpenAI has it, at temperature 1 unless it says otherwise."""
+        """The sampling of each sequence of a request. As in OpenAI's API, the default temperature is 1."""
         bias = {self._token(key): value for key, value in (asked.logit_bias or {}).items()}
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         return [
@@ -173,11 +173,11 @@ class Service:
 
     @property
     def context(self) -> int:
-        """How long a text may be, its prompt included."""
+        """The longest sequence, prompt included."""
         return min(self.decoder.model.context, self.settings.max_length or self.decoder.model.context)
 
     def limit_of(self, prompt: Sequence[int], asked: int, param: str) -> int:
-        """How many tokens may be written behind a prompt. A Fault where there is no room."""
+        """The most new tokens after a prompt. A Fault if there is no room."""
         room = self.context - len(prompt)
         if room < 1:
             raise Fault(
@@ -189,7 +189,7 @@ class Service:
 
 
 def _share_out(decoder: Decoder, settings: Settings) -> None:
-    """Say how large the KV cache may grow, and how much of it is for texts that have ended."""
+    """Set the size of the KV cache and of the prefix cache within it."""
     pool = decoder.engine.pool
     if pool.limit is None:
         pool.limit = max(settings.slots, decoder.model.context, pool.capacity)
@@ -198,7 +198,7 @@ def _share_out(decoder: Decoder, settings: Settings) -> None:
 
 
 class Reply:
-    """The texts of one request. Leaving the block ends those that are not done."""
+    """The sequences of one request. Leaving the block cancels unfinished ones."""
 
     def __init__(self, worker: Worker, orders: Sequence[Order], deadline: float) -> None:
         self._worker, self._orders, self._deadline = worker, orders, deadline
@@ -215,7 +215,7 @@ class Reply:
         self._worker.cancel(self.jobs)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Step]]]:
-        """What has come since the last time, by the number of the text, until all have ended."""
+        """New steps since the last time, by sequence number, until all have ended."""
         left = len(self.jobs)
         while left:
             steps: list[tuple[int, Step]] = []
@@ -227,7 +227,7 @@ class Reply:
             yield steps
 
     def usage(self, prompts: int = 1) -> dict[str, Any]:
-        """OpenAI's count of tokens. The texts are those of so many prompts, one after the other."""
+        """OpenAI's token usage. Sequences are in the order of prompts."""
         results = [job.result for job in self.jobs]
         firsts = results[:: len(results) // prompts]
         read, written = sum(result.prompt_tokens for result in firsts), sum(result.new_tokens for result in results)

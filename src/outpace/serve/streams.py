@@ -1,4 +1,4 @@
-"""Answers that a client may not wait for: it goes, and its texts end."""
+"""Streaming responses, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .faults import fault_of
 T = TypeVar("T")
 Event: TypeAlias = "tuple[str | None, Any] | bytes"
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-ALIVE = 15.0  # seconds without an event until a comment says that the stream lives
+ALIVE = 15.0  # seconds without an event until a keep-alive comment is sent
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The client has disconnected."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` comes to. If the client goes, it is cancelled."""
+    """The result of `work`, which is cancelled if the client disconnects."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -44,9 +44,9 @@ async def _gone(receive: Receive) -> None:
 
 
 class Events(Response):
-    """Server-sent events, from what a generator gives: (name of the event or None, data), or bytes that are encoded.
+    """Server-sent events from a generator of (event name or None, data), or of encoded bytes.
 
-    The answer begins with the first event. Until then an error is an HTTP error; later it is an event.
+    The response starts with the first event. Before it, an error is an HTTP error; later, an event.
     """
 
     def __init__(self, events: AsyncGenerator[Event, None]) -> None:
@@ -58,7 +58,7 @@ class Events(Response):
         self._quiet = False  # whether nothing was sent for a while
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all, unless the client goes."""
+        """Send all events, unless the client disconnects."""
         with suppress(ClientGone):
             await unless_gone(receive, self._send(send))
 
@@ -92,23 +92,23 @@ class Events(Response):
 
 
 def encoded(name: str | None, data: Any) -> bytes:
-    """An event as it goes over the wire."""
+    """An event in wire format."""
     text = data if isinstance(data, str) else to_json(data)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
 class Form:
-    """Events that differ in one text alone: the rest of them is encoded once.
+    """Events that differ in one string only: the rest is encoded once.
 
     >>> Form({"delta": {"content": Form.PLACE}}).filled("hi")
     b'data: {"delta":{"content":"hi"}}\\n\\n'
     """
 
-    PLACE = "\0"  # stands for the text
+    PLACE = "\0"  # placeholder for the string
 
     def __init__(self, data: Any) -> None:
         self._before, _, self._after = encoded(None, data).rpartition(to_json(self.PLACE).encode())
 
     def filled(self, text: str) -> bytes:
-        """The event with a text."""
+        """The event with this string."""
         return self._before + to_json(text).encode() + self._after

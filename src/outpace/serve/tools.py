@@ -1,8 +1,8 @@
-"""Calls of tools: how the model is told of them, made to call one, and how a call is found in its text.
+"""Tool calls: how the model is told about tools, how a call is forced, and how calls are parsed from its output.
 
 A call is a JSON object with a name and arguments. Hermes, Qwen and SmolLM write it between <tool_call> and
-</tool_call>. With Llama's and Mistral's templates the whole answer is a call, or a list of them: the tokens that mark
-it are special ones, which texts do not have.
+</tool_call>. With Llama's and Mistral's templates the whole response is a call or a list of calls, marked by special
+tokens that detokenized text does not show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..grammar import Grammar
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # of Mistral and Llama, where a tokenizer shows them
+MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # of Mistral and Llama, if the tokenizer shows them
 _ARGUMENTS = ("arguments", "parameters")
 _ABOUT = """You may call functions. They are listed as JSON between <tools> and </tools>:
 <tools>
@@ -28,19 +28,19 @@ To call one, answer with a JSON object with its name and arguments:
 
 
 def described(tools: Sequence[dict[str, Any]]) -> str:
-    """What a model is told whose chat template knows nothing of tools."""
+    """The system prompt for models whose chat template does not support tools."""
     return _ABOUT.format(tools="\n".join(json.dumps(tool) for tool in tools))
 
 
 def style_of(template: str) -> str:
-    """How a model writes calls, by its chat template: hermes, llama or mistral."""
+    """The model's format of tool calls, judged by its chat template: hermes, llama or mistral."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     return "llama" if "<|python_tag|>" in template else "hermes"
 
 
 def forced(tools: Sequence[dict[str, Any]], style: str = "hermes") -> Grammar:
-    """An answer that is a call of one of these."""
+    """A grammar that forces a call of one of these tools."""
     key = "parameters" if style == "llama" else "arguments"
     calls = [
         {
@@ -61,22 +61,22 @@ def forced(tools: Sequence[dict[str, Any]], style: str = "hermes") -> Grammar:
 
 
 def finder(style: str, tools: Sequence[str]) -> Calls | BareCalls:
-    """What finds calls of these tools in an answer."""
+    """A parser for calls of these tools."""
     return Calls() if style == "hermes" else BareCalls(tools)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A piece of an answer: text, or a piece of a call."""
+    """A piece of the response: text, or part of a call."""
 
     text: str = ""
-    call: int | None = None  # the number of the call that this belongs to
-    name: str | None = None  # said once, when it is known
+    call: int | None = None  # the number of its call
+    name: str | None = None  # given once, when it is known
     arguments: str = ""
 
 
 class Calls:
-    """Finds calls in an answer as it comes. However the text is cut in pieces, what is found is the same.
+    """Parses tool calls incrementally. The result does not depend on how the text is split.
 
     >>> calls = Calls()
     >>> [calls.push(piece) for piece in ('Hi <tool', '_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')][1]
@@ -84,12 +84,12 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.count = 0  # calls that were begun and have a name
-        self._held = ""  # text that may be the beginning of a mark
+        self.count = 0  # calls so far that have a name
+        self._held = ""  # text that may be the start of a marker
         self._call: _Call | None = None
 
     def push(self, text: str) -> list[Found]:
-        """More of the answer."""
+        """More of the response."""
         found: list[Found] = []
         self._held += text
         while self._held:
@@ -107,7 +107,7 @@ class Calls:
         return _merged(found)
 
     def finish(self) -> list[Found]:
-        """The answer has ended. A call that was cut off stays as far as it went; what is no call is text."""
+        """The response has ended. An unfinished call stays as far as it went; what is not a call is text."""
         found = self._take(self._held)
         self._held = ""
         if self._call is not None and self._call.number is None:
@@ -129,16 +129,16 @@ class Calls:
         return found
 
     def _turn(self) -> list[Found]:
-        """A mark stands here: a call begins, or ends."""
+        """A marker: a call starts or ends here."""
         if self._call is None:
             self._call = _Call()
             return []
         call, self._call = self._call, None
-        return [Found(f"{BEGIN}{call.text}{END}")] if call.number is None else []  # it was none
+        return [Found(f"{BEGIN}{call.text}{END}")] if call.number is None else []  # it was not a call
 
 
 class BareCalls:
-    """The same where the whole answer is a call, or a list of them. An object that names no tool is text.
+    """The same if the whole response is a call or a list of calls. An object that names no tool is text.
 
     >>> BareCalls(["f"]).push('{"name": "f", "parameters": {"a": 1}}')
     [Found(text='', call=0, name='f', arguments=''), Found(text='', call=0, name=None, arguments='{"a": 1}')]
@@ -147,19 +147,19 @@ class BareCalls:
     def __init__(self, tools: Collection[str]) -> None:
         self.count = 0
         self._tools = tools
-        self._held = ""  # of which it is not known what it is
+        self._held = ""  # text that may be a call or not
         self._call: _Call | None = None
         self._is_text = False
 
     def push(self, text: str) -> list[Found]:
-        """More of the answer."""
+        """More of the response."""
         found: list[Found] = []
         for letter in text:
             found += self._letter(letter)
         return _merged(found)
 
     def finish(self) -> list[Found]:
-        """The answer has ended. A call that was cut off stays as far as it went; what is no call is text."""
+        """The response has ended. An unfinished call stays as far as it went; what is not a call is text."""
         return self._text() if self._held and not self._is_text else []
 
     def _letter(self, letter: str) -> list[Found]:
@@ -193,7 +193,7 @@ class BareCalls:
         return found
 
     def _text(self) -> list[Found]:
-        """What is held is text, and so is what follows."""
+        """The held text is not a call, nor is anything after it."""
         if self._call is not None and self._call.number is not None:
             return []  # a call that was cut off
         self._is_text = True
@@ -202,7 +202,7 @@ class BareCalls:
 
 
 def _merged(found: Sequence[Found]) -> list[Found]:
-    """Neighbouring pieces of text as one, and of the arguments of one call."""
+    """Merges neighbouring pieces of text, and of one call's arguments."""
     merged: list[Found] = []
     for piece in found:
         if merged and piece.call is None and merged[-1].call is None:
@@ -215,7 +215,7 @@ def _merged(found: Sequence[Found]) -> list[Found]:
 
 
 class _Call:
-    """A JSON object, read letter by letter: the value of `name`, and that of `arguments` as it comes."""
+    """Parses a JSON object character by character: the value of `name`, and that of `arguments` incrementally."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -224,18 +224,18 @@ class _Call:
         self._depth = 0
         self._in_text = self._escaped = False
         self._key = ""  # the last key at depth 1
-        self._value = ""  # what stands behind it, so far
-        self._word = ""  # the text that was read last
-        self._behind = False  # the colon
+        self._value = ""  # its value so far
+        self._word = ""  # the string that was read last
+        self._behind = False  # whether the colon was read
         self._waiting = ""  # arguments that came before the name
 
     @property
     def ended(self) -> bool:
-        """Whether the object is whole."""
+        """Whether the object is complete."""
         return self._depth == 0 and bool(self.text.strip())
 
     def push(self, text: str) -> str:
-        """More of the object; new arguments, once the name is known."""
+        """More of the object. Returns new arguments, once the name is known."""
         self.text += text
         arguments = "".join(self._letter(letter) for letter in text)
         if self.name is None:
@@ -274,7 +274,7 @@ class _Call:
         return self._part(letter) if inside else ""
 
     def _part(self, letter: str, closes: bool = False) -> str:
-        """A letter of the value behind a key."""
+        """A character of the value of a key."""
         if not self._value and letter.isspace():
             return ""
         self._value += letter
@@ -286,7 +286,7 @@ class _Call:
         self._behind = False
         if self._key == "name" and self.name is None:
             self.name = _text(self._value.strip()) or None
-        return _text(self._value.strip()) if self._key in _ARGUMENTS else ""  # some write them as a text
+        return _text(self._value.strip()) if self._key in _ARGUMENTS else ""  # some models write them as a string
 
 
 def _text(written: str) -> str:

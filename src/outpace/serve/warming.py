@@ -1,4 +1,4 @@
-"""Before the first request: make all that a first use would wait for."""
+"""Warm-up: compile and capture before the first request everything that it would wait for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..text import Ending
 
 log = logging.getLogger("outpace.serve")
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
-TOKENS = 2  # of the text that is written
-OFTEN = 5.0  # seconds from one line about the progress to the next
+TOKENS = 2  # tokens to generate
+OFTEN = 5.0  # seconds between lines about progress
 
 
 class Progress:
-    """Logs how far the warming is, now and then."""
+    """Logs the warm-up's progress."""
 
     def __init__(self) -> None:
         self._last = monotonic()
 
     def __call__(self, done: int, of: int) -> None:
-        """So many steps of so many are made."""
+        """`done` of `of` step sizes are prepared."""
         if done == of or monotonic() > self._last + OFTEN:
             self._last = monotonic()
             log.info("warming: %d of %d sizes of steps", done, of)
@@ -39,10 +39,10 @@ def warm(
     tell: Callable[[int, int], None] = lambda done, of: None,
     samplings: Sequence[Sampling] = SAMPLINGS,
 ) -> None:
-    """Make every size of step that some methods may take, and write a little.
+    """Prepare every step size of these methods, and generate a few tokens.
 
-    That is for up to `most` texts at once, up to `longest` tokens each. What the model itself asks for is added to the
-    `samplings`.
+    For up to `most` sequences at a time of up to `longest` tokens. The sampling of the model's generation_config is
+    added to `samplings`.
     """
     engine = decoder.engine
     samplings = [decoder.sampling_for(how, [0], TOKENS) for how in samplings]

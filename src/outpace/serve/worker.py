@@ -1,8 +1,8 @@
-"""The one thread that writes: it owns the texts, and steps them.
+"""The decoding thread, which owns all sequences and runs their steps.
 
-Requests come in by `submit` and go by `cancel`, from any thread. What a step brings goes to the event loop in one call.
-There it lies in the request's mailbox until its reader comes: a reader that lags gets several steps at once, and keeps
-nobody waiting.
+Requests are added by `submit` and cancelled by `cancel`, from any thread. The tokens of a step are handed to the event
+loop in one call and wait in the mailboxes of their requests. A slow reader gets several steps at once, and delays
+nobody.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..text import TextStream
 from .faults import Fault, busy, not_ready, too_late
 
 log = logging.getLogger("outpace.serve")
-PATIENCE = 30  # the longest that a client is told to wait
+PATIENCE = 30  # the longest Retry-After, in seconds
 
 
 class Order(NamedTuple):
-    """A text to write: a prompt, and the options of `Decoder.request`."""
+    """A sequence to generate: a prompt, and the options of `Decoder.request`."""
 
     tokens: Sequence[int]
     method: str | None
@@ -35,7 +35,7 @@ class Order(NamedTuple):
 
 
 class Mailbox:
-    """What has come of the texts of one request, for one reader in the event loop."""
+    """New steps of one request's sequences, for one reader in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -43,12 +43,12 @@ class Mailbox:
         self._there = asyncio.Event()
 
     def put(self, items: Sequence[tuple[int, Step | Exception]]) -> None:
-        """In the event loop."""
+        """Add steps; called in the event loop."""
         self._items += items
         self._there.set()
 
     async def take(self) -> list[tuple[int, Step | Exception]]:
-        """All that is there; waits until something is. By the number of the text in the request."""
+        """All new steps, by sequence number within the request; waits until there are some."""
         await self._there.wait()
         self._there.clear()
         items, self._items = self._items, []
@@ -56,7 +56,7 @@ class Mailbox:
 
 
 class Job:
-    """A text that somebody waits for, and when what happened to it."""
+    """A requested sequence, and the times of its events."""
 
     def __init__(self, order: Order, place: int, mailbox: Mailbox, deadline: float) -> None:
         self.order, self.place, self.mailbox = order, place, mailbox
@@ -65,25 +65,25 @@ class Job:
         self.begun = self.first = self.last = 0.0
         self.stream: TextStream | None = None
         self.result = Result("", True, len(order.tokens))
-        self.number: int | None = None  # in the writing
+        self.number: int | None = None  # in the batch
         self.ended = False
 
 
 class Watch(Protocol):
-    """Is told what the thread does."""
+    """Observes the decoding thread."""
 
     def stepped(self, tokens: int, jobs: Sequence[tuple[Job, Step]], now: float) -> None:
-        """A step has brought so many tokens."""
+        """A step has yielded this many tokens."""
 
     def ended(self, job: Job, reason: str, now: float) -> None:
-        """A text has ended: stop, length, abort or error."""
+        """A sequence has ended: stop, length, abort or error."""
 
     def set_aside(self, times: int) -> None:
-        """So often by now texts were set aside for want of slots."""
+        """The total number of preemptions for lack of KV slots so far."""
 
 
 class Worker:
-    """Writes texts for requests, in a thread of its own."""
+    """Decodes the sequences of requests in a thread of its own."""
 
     def __init__(self, decoder: Decoder, watch: Watch, most: int, queue: int) -> None:
         self.decoder, self.watch = decoder, watch
@@ -94,32 +94,32 @@ class Worker:
         self._state = "ready"
         self._methods: dict[str, Method] = {}
         self._writing = Writing(most)
-        self._jobs: dict[int, Job] = {}  # by their numbers in the writing
-        self._open = 0  # texts that were asked for and have not ended
-        self._pace = 1.0  # seconds that a text takes, by those that ended
+        self._jobs: dict[int, Job] = {}  # by number in the batch
+        self._open = 0  # sequences that were submitted and have not ended
+        self._pace = 1.0  # seconds per sequence, averaged over ended ones
         self._thread = Thread(target=self._run, name="outpace-writes", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start decoding."""
         self._thread.start()
 
     @property
     def open(self) -> int:
-        """Texts that were asked for and have not ended."""
+        """How many sequences were submitted and have not ended."""
         return self._open
 
     @property
     def waiting(self) -> int:
-        """Those of them that are not begun."""
+        """How many of them wait to be started."""
         return len(self._new) + self._writing.waiting
 
     @property
     def running(self) -> int:
-        """Those that are."""
+        """How many of them are running."""
         return max(0, self._open - self.waiting)
 
     def submit(self, orders: Sequence[Order], mailbox: Mailbox, deadline: float) -> list[Job]:
-        """Have texts written, all or none of them. Raises a Fault where there is no room."""
+        """Submit sequences, all or none of them. Raises a Fault if the queue is full."""
         jobs = [Job(order, place, mailbox, deadline) for place, order in enumerate(orders)]
         with self._changed:
             if self._state != "ready":
@@ -132,22 +132,22 @@ class Worker:
         return jobs
 
     def _wait(self) -> int:
-        """In how many seconds there may be room."""
+        """An estimate of the seconds until there is room."""
         return int(min(PATIENCE, max(1.0, self._pace * self._open / self.most)))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End texts, before the next step. Nothing happens to those that have ended."""
+        """End sequences before the next step. Has no effect on those that have ended."""
         with self._changed:
             self._gone += [job for job in jobs if not job.ended]
             self._changed.notify()
 
     def drain(self) -> None:
-        """Take no more requests; those that there are go on."""
+        """Refuse new requests; open ones go on."""
         with self._changed:
             self._state = "draining"
 
     def stop(self) -> None:
-        """End all texts, and the thread."""
+        """End all sequences, and the thread."""
         with self._changed:
             self._state = "stopped"
             self._changed.notify()
@@ -168,12 +168,12 @@ class Worker:
                     self._end_all(not_ready("stopped"), new)
                     return
                 self._turn(new, gone)
-            except Exception as error:  # a bug: those who wait must hear of it, and others be served
+            except Exception as error:  # a bug: fail the open requests, and keep serving
                 log.exception("a step failed")
                 self._end_all(error, new)
 
     def _turn(self, new: Sequence[Job], gone: Sequence[Job]) -> None:
-        """Let texts come and go, and take one step."""
+        """Add new sequences, drop cancelled ones, and run one step."""
         found: list[tuple[Job, Step | Exception]] = []
         for job in gone:
             self._end(job, "abort")
@@ -195,7 +195,7 @@ class Worker:
         self._hand_out(found)
 
     def _begin(self, job: Job) -> list[tuple[Job, Step | Exception]]:
-        """Ask for a text; its error, if it cannot be."""
+        """Add a sequence to the batch; returns the error if it is refused."""
         try:
             method = self._prepared(job.order.method)
             request, job.stream = self.decoder.request(job.order.tokens, method=method, **job.order.options)
@@ -214,7 +214,7 @@ class Worker:
         return self._methods[name]
 
     def _hand_out(self, found: Sequence[tuple[Job, Step | Exception]]) -> None:
-        """Bring what has come to those who wait for it, in one call of their event loop."""
+        """Hand new steps to their mailboxes, in one call of the event loop."""
         now = monotonic()
         mail: dict[Mailbox, list[tuple[int, Step | Exception]]] = {}
         steps: list[tuple[Job, Step]] = []
@@ -242,7 +242,7 @@ class Worker:
                 loop.call_soon_threadsafe(_deliver, [(box, mail[box]) for box in boxes])
 
     def _end(self, job: Job, reason: str) -> None:
-        """A text has ended; if it was cut off, its slots come back now."""
+        """A sequence has ended; if it was cancelled, its slots are freed now."""
         if job.ended:
             return
         job.ended = True
@@ -258,7 +258,7 @@ class Worker:
         self.watch.ended(job, reason, now)
 
     def _end_all(self, error: Exception, more: Sequence[Job]) -> None:
-        """End every text with an error."""
+        """End every sequence with an error."""
         jobs = [*self._jobs.values(), *more]
         self._hand_out([(job, error) for job in jobs])
         with self.decoder.engine.turns:
