@@ -1,1 +1,1 @@
-"""Measuring: questions (data, prompts), what is measured (entries), the harness, its journal, its results."""
+"""Benchmarks: questions (data, prompts), what is measured (entries), the harness, its journal, its results."""

@@ -1,6 +1,6 @@
-"""A whole calibration: the engine's cost curve, what each method's own work costs, and how fast each is by it.
+"""A full calibration: the engine's cost curve, the cost of each method's own work, and each method's speedup.
 
-And a look at `auto`, which goes by none of it: what it believes of guesses here, and what it chose.
+And a look at `auto`, which uses none of it: its estimates of acceptance here, and what it chose.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..runtime.costs import CostCurve
 from ..step.chances import SAID, Chances
 from .prompts import PROMPTS
 
-TOKENS = 24  # that every method writes after the first prompt of each task
-STEPS = 12  # to see what a guess of the first layers costs
-LONG = 64  # tokens that `auto` writes: where the host drafts it judges a method by 16 steps
+TOKENS = 24  # tokens that every method generates for the first prompt of each task
+STEPS = 12  # steps to time a self-speculative draft token
+LONG = 64  # tokens that `auto` generates: if the host drafts, it judges a method after 16 steps
 
 
 class Tried(NamedTuple):
-    """What a method took on some prompts, reading them left out."""
+    """A method's times on some prompts, without prefill."""
 
-    own: float  # seconds a step, drafting and learning
-    pace: float  # tokens a second
+    own: float  # seconds per step for drafting and learning
+    pace: float  # tokens/s
 
 
 def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> CostCurve:
-    """Measure, and let the decoder's methods go by it from now on. `done` is told which share is finished."""
+    """Measure, and let the decoder's methods use it from now on. `done` is called with the finished share."""
     engine = decoder.engine
     engine.costs = curve = measure(engine, done=lambda share: done(0.5 * share))
     prompts = _prompts(decoder, TOKENS)
@@ -59,25 +59,25 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
 
 @dataclass(frozen=True)
 class Belief:
-    """What is believed of a source's guesses, by how likely it says they are."""
+    """The estimated acceptance of a source's draft tokens, by the source's own estimate."""
 
     said: list[float]
     believed: list[float]
-    guesses: list[float]  # that were counted there, earlier texts' included; old ones fade
+    guesses: list[float]  # draft tokens counted there, of earlier sequences too; old ones fade
 
 
 @dataclass(frozen=True)
 class Look:
-    """What `auto` did on a few texts, and what it goes by."""
+    """What `auto` did on a few sequences, and its estimates."""
 
-    total: Result  # of all texts
+    total: Result  # of all sequences
     beliefs: dict[str, Belief]  # by source
-    steps: dict[tuple[int, bool], int]  # by rows, and whether heads were asked; none where the host drafts
-    texts: dict[str, int]  # where the host drafts: by the method that they began with
-    speeds: dict[str, float]  # of these methods as far as it is known, plain decoding being 1
+    steps: dict[tuple[int, bool], int]  # by rows, and whether heads were used; empty if the host drafts
+    texts: dict[str, int]  # if the host drafts: sequences by the method that they started with
+    speeds: dict[str, float]  # speedups of these methods, as far as known
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """For JSON."""
         names = ("method", "steps", "rows", "new_tokens", "offered", "accepted", "times_plain")
         return {
             "total": {name: getattr(self.total, name) for name in names},
@@ -89,7 +89,7 @@ class Look:
 
 
 def look(decoder: Decoder) -> Look:
-    """Let `auto` write a few texts, and see what it chose."""
+    """Let `auto` generate a few sequences, and report what it chose."""
     engine, method = decoder.engine, decoder.prepare("auto")
     prompts = _prompts(decoder, LONG)
     total = decoder.begin([], method)
@@ -109,13 +109,13 @@ def look(decoder: Decoder) -> Look:
 
 
 def _beliefs(chances: Chances) -> dict[str, Belief]:
-    """Of all sources but the model, which does not guess."""
+    """Of all sources but the model, which drafts nothing."""
     lines = zip(chances.names, chances.believed().tolist(), chances.offered.tolist(), strict=True)
     return {name: Belief(SAID.tolist(), believed, offered) for name, believed, offered in lines if name != MODEL}
 
 
 def _prompts(decoder: Decoder, tokens: int) -> list[list[int]]:
-    """The first of each task, with room for so many tokens behind it."""
+    """The first prompt of each task that leaves room for this many tokens."""
     if not decoder.tokenizer:
         return [[1, 2, 3, 1, 2]]
     longest = max(1, decoder.model.context - tokens)
@@ -128,16 +128,16 @@ def _try(decoder: Decoder, method: Method, prompts: Sequence[Sequence[int]]) -> 
     steps: list[Step] = []
     for prompt in prompts:
         steps += islice(decoder.stream(prompt, **options), 1, None)
-    if not steps:  # all texts ended at once
+    if not steps:  # all sequences ended at once
         return Tried(0.0, 0.0)
-    # A whole step that runs without the host has no verbs: then drafting is part of what the step costs.
+    # A step that runs as one program has no phases: drafting is part of its cost.
     own = median(step.seconds.get("draft", 0.0) + step.seconds.get("learn", 0.0) for step in steps)
     seconds = sum(sum(step.seconds.values()) for step in steps)
     return Tried(own, sum(len(step.tokens) for step in steps) / seconds)
 
 
 def _asking(decoder: Decoder, prompt: list[int], curve: CostCurve) -> float:
-    """Seconds that a guess of the model's own first layers takes, beyond those layers. 0: it has no such guesses."""
+    """Seconds that a self-speculative draft token takes beyond its layers; 0 if the model supports none."""
     try:
         method = decoder.prepare(SelfSpeculative())
     except OutpaceError:
@@ -151,7 +151,7 @@ def _asking(decoder: Decoder, prompt: list[int], curve: CostCurve) -> float:
 
 
 def _ready(decoder: Decoder, name: str) -> Method | None:
-    """The method as it is by name, sized by the curve; None where it does not work with this model alone."""
+    """The method with its defaults, sized by the curve; None if it does not work with this model alone."""
     try:
         return decoder.prepare(name)
     except OutpaceError:

@@ -1,6 +1,6 @@
 """Questions to measure on: our own, or files of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP and ClassEval.
 
-A file is JSON lines or one JSON list, packed with gzip or not. What it is shows in its entries:
+A file is JSON lines or one JSON list, gzipped or not. Its kind is recognized by its entries:
 
     turns, category           Spec-Bench, MT-Bench    task: chat, translation, summarization, qa, math_reasoning, rag
     question, answer          GSM8K                   gsm8k
@@ -8,7 +8,7 @@ A file is JSON lines or one JSON list, packed with gzip or not. What it is shows
     prompt or text, test_list MBPP                    mbpp
     skeleton                  ClassEval               classeval
 
-Texts are given to the model as they stand in the file.
+Prompts are used as they are in the file.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Question:
     """What a user says, turn by turn."""
 
     task: str
-    number: int  # counted from 0 within the task
+    number: int  # from 0, within the task
     turns: tuple[str, ...]
-    references: tuple[str, ...] = ()  # answers that the file has, one for each turn from the first on
+    references: tuple[str, ...] = ()  # reference answers for the first turns, if the file has any
 
 
 def own_questions() -> list[Question]:
@@ -43,7 +43,7 @@ def own_questions() -> list[Question]:
 
 
 def read_questions(*paths: Path) -> list[Question]:
-    """The questions of some files. Raises InputError that names the line."""
+    """The questions of some files. An InputError names the line."""
     found = list[Question]()
     for path in paths:
         entries = list(_entries(path))
@@ -54,7 +54,7 @@ def read_questions(*paths: Path) -> list[Question]:
 
 
 def choose_questions(questions: Sequence[Question], tasks: Sequence[str], each: int) -> list[Question]:
-    """The first `each` of each task (0: all), of the tasks named (none: all)."""
+    """The first `each` questions (0: all) of each of these tasks (none: all)."""
     known = list(dict.fromkeys(question.task for question in questions))
     for task in tasks:
         if task not in known:
@@ -78,7 +78,7 @@ def _numbered(found: Iterable[Question]) -> list[Question]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each entry of the file, with words for where it is."""
+    """Each entry of the file, with its location for error messages."""
     text = _text(path)
     if text.lstrip().startswith("["):
         try:
@@ -112,7 +112,7 @@ def _text(path: Path) -> str:
 
 
 def _question(entry: Any, place: str) -> Question:
-    """A question; its number is not counted yet."""
+    """A question, not yet numbered."""
     if not isinstance(entry, Mapping):
         raise InputError(f"{place}: expected an object, found {json.dumps(entry)[:40]}.")
     if "turns" in entry and "category" in entry:

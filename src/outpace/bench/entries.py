@@ -1,7 +1,7 @@
-"""What a bench measures: our methods, and transformers' own `generate`, all timed and counted in one way.
+"""What a benchmark measures: our methods, and transformers' own `generate`, all timed and counted in the same way.
 
-The clock runs from token ids in to token ids out, the prompt's forward included. Tokens are the new ones, an
-end-of-text token included. A step is a forward of the model that yields tokens.
+The clock runs from token ids in to token ids out, prefill included. Tokens are new tokens, the end-of-sequence token
+included. A step is a forward pass of the model that yields tokens.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 
 @dataclass(frozen=True)
 class Run:
-    """One answer, and how it came about."""
+    """One generation, and its statistics."""
 
     prompt_tokens: int
     token_ids: list[int]
     seconds: float
     steps: int
     finish: str
-    accepted_per_step: list[int] = field(default_factory=list)  # empty where that is not known
-    sources: dict[str, int] = field(default_factory=dict)  # tokens by the guess that the model agreed with
-    rows: int = 0  # computed in all steps, the prompt's not counted; 0 where that is not known
-    offered: list[int] = field(default_factory=list)  # by depth from 1: steps with a guess so deep
-    accepted: list[int] = field(default_factory=list)  # by depth from 1: steps that accepted a guess there
-    guesses: dict[str, int] = field(default_factory=dict)  # computed, by source
-    times_plain: float | None = None  # the speed beside plain decoding's, as estimated; None where that is not known
-    lane: list[dict[str, Any]] | None = None  # recorded: each step with its time, for the race
-    counts: dict[str, float] = field(default_factory=dict)  # what an entry counts beside
+    accepted_per_step: list[int] = field(default_factory=list)  # empty if unknown
+    sources: dict[str, int] = field(default_factory=dict)  # tokens by the source whose draft token was accepted
+    rows: int = 0  # of all steps, without prefill; 0 if unknown
+    offered: list[int] = field(default_factory=list)  # by depth from 1: steps with a draft token that deep
+    accepted: list[int] = field(default_factory=list)  # by depth from 1: steps that accepted a draft token there
+    guesses: dict[str, int] = field(default_factory=dict)  # draft tokens computed, by source
+    times_plain: float | None = None  # estimated speedup over plain decoding; None if unknown
+    lane: list[dict[str, Any]] | None = None  # if recorded: each step with its time, for the race
+    counts: dict[str, float] = field(default_factory=dict)  # further counts of an entry
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to write."""
+    """What to generate."""
 
     prompt: list[int]
     sampling: Sampling
     max_new_tokens: int
     record: bool = False
-    trace: Path | None = None  # where a trace goes, for methods of ours
+    trace: Path | None = None  # where to write a trace, for our methods
 
 
 class Entry(Protocol):
-    """One line of the bench's table."""
+    """One line of the benchmark's table."""
 
     label: str
     name: str
     settings: Mapping[str, Any]
-    lossless: bool  # whether its text must be plain decoding's
-    own: bool  # whether it is Outpace's
+    lossless: bool  # whether its output must equal plain decoding's
+    own: bool  # whether it is one of Outpace's methods
 
     def run(self, task: Task) -> Run:
-        """Write an answer."""
+        """Generate once."""
         ...
 
 
@@ -87,7 +87,7 @@ class Ours:
         model: str | None = None,
     ) -> None:
         self._decoder = decoder
-        self._model = model  # the name to load it by, for traces
+        self._model = model  # its name, for traces
         self._method = decoder.prepare(method)
         self.name = method.name
         self.label = label or method.name
@@ -106,7 +106,7 @@ class Ours:
             times.append(result.seconds)
         if engine.pool.device.type == "cuda":
             start = perf_counter()
-            torch.cuda.synchronize()  # plain decoding leaves a step that it began ahead: nobody else should pay for it
+            torch.cuda.synchronize()  # plain decoding has launched a step ahead; the next entry must not pay for it
             result.seconds += perf_counter() - start
         if task.trace is not None:
             record(self._decoder, self._method, task.prompt, steps, model=self._model, **options).save(task.trace)
@@ -115,9 +115,9 @@ class Ours:
 
 
 class Transformers:
-    """transformers' own `generate`, plain or with its prompt lookup. Its samples come from noise of its own.
+    """transformers' own `generate`, plain or with its prompt lookup. It samples with its own random numbers.
 
-    It runs without cuDNN's attention, with which it is slower.
+    It runs without cuDNN attention, with which it is slower.
     """
 
     own = False
@@ -166,7 +166,7 @@ class Transformers:
         return tokens
 
     def _lane(self, task: Task) -> list[dict[str, Any]]:
-        """The answer once more, with a streamer for its times: on a GPU a streamer waits for every token."""
+        """Generates again with a streamer, to record times: on a GPU a streamer synchronizes at every token."""
         streamer = _Streamer()
         start = perf_counter()
         self._generate(task, streamer=streamer)
@@ -179,7 +179,7 @@ class Transformers:
 
 
 class _Streamer:
-    """Notes when `generate` has tokens."""
+    """Records when `generate` yields tokens."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], float]] = []
@@ -192,7 +192,7 @@ class _Streamer:
 
 
 def lane_of(steps: Sequence[Step], times: Sequence[float], tokenizer: Any) -> list[dict[str, Any]]:
-    """What a picture of the run needs: each step with the second it was done."""
+    """The steps with their times, for the race."""
     text = TextStream(tokenizer) if tokenizer is not None else None
     lane = []
     for step, at in zip(steps, times, strict=True):
@@ -209,7 +209,7 @@ def lane_of(steps: Sequence[Step], times: Sequence[float], tokenizer: Any) -> li
 
 
 def _texts(tokens: Sequence[int], text: TextStream | None) -> list[str]:
-    """The text that each token adds: none while a character is not whole."""
+    """The text that each token adds: none while a character is incomplete."""
     texts = []
     for token in tokens:
         if text is None:
@@ -221,7 +221,7 @@ def _texts(tokens: Sequence[int], text: TextStream | None) -> list[str]:
 
 
 def finished(result: Result, steps: Sequence[Step], lane: list[dict[str, Any]] | None) -> Run:
-    """What is kept of a run of ours."""
+    """The statistics of one of our runs."""
     offered, accepted = Counter[int](), Counter[int]()
     for step in steps:
         offered.update(range(1, 1 + max(step.draft.depths[: step.draft.candidates])))
@@ -246,7 +246,7 @@ def finished(result: Result, steps: Sequence[Step], lane: list[dict[str, Any]] |
 
 @contextmanager
 def _forwards(model: Any) -> Iterator[list[None]]:
-    """A list that grows with each forward of the model."""
+    """A list that grows with each forward pass of the model."""
     seen: list[None] = []
     handle = model.register_forward_pre_hook(lambda *_: seen.append(None))
     try:

@@ -1,4 +1,4 @@
-"""The bench: entries × questions × repeats, interleaved, in one process, each text compared with plain decoding's."""
+"""Benchmarks: entries × questions × repeats, interleaved in one process, outputs compared with plain decoding's."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a bench have in common."""
+    """What all runs of a benchmark have in common."""
 
     max_new_tokens: int = 128
     repeats: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     raw: bool = False
-    data: str = ""  # the name of the file of questions; none: those that come with Outpace
-    digest: str = ""  # of those questions
-    every: int = 1  # transformers is slow: it answers every so many questions of a task
+    data: str = ""  # the name of the questions' file; empty: Outpace's own
+    digest: str = ""  # of the questions
+    every: int = 1  # transformers is slow: it runs on every n-th question of a task
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "repeats", "every"):
@@ -44,14 +44,14 @@ class Settings:
             raise InputError("a bench compares outputs, so it can only sample with rule='keyed'.")
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as plain values."""
+        """For JSON."""
         kept = {name: getattr(self, name) for name in ("max_new_tokens", "repeats", "raw", "data", "digest")}
         return {**kept, "sampling": sampling_to_json(self.sampling)}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run stands in the bench."""
+    """The place of a run in the benchmark."""
 
     repeat: int
     index: int  # of the question among those chosen
@@ -59,19 +59,19 @@ class Place:
     turn: int
 
     def key(self, entry: Entry) -> str:
-        """The name of a run. Other settings are another run."""
+        """The key of a run, which includes its settings."""
         where = [self.question.task, self.question.number, self.turn, self.repeat]
         return json.dumps([entry.label, dict(entry.settings), *where])
 
     def file(self, entry: Entry) -> str:
-        """The name of a run's trace."""
+        """The file name of a run's trace."""
         parts = [self.question.task, self.question.number, self.turn, self.repeat, entry.label]
         return re.sub(r"[^\w.=-]+", "_", "-".join(map(str, parts))) + ".json"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All runs, and the questions that did not fit."""
+    """All runs, and the questions that did not fit in the context."""
 
     runs: list[dict[str, Any]]
     skipped: list[dict[str, Any]]
@@ -90,9 +90,9 @@ def measure(
     show: Show = lambda share, text="": None,
     traces: Path | None = None,
 ) -> Measured:
-    """Run everything that is not in the journal yet. The first entry is plain decoding, which others must equal.
+    """Run everything that is not in the journal yet. The first entry is plain decoding, the reference for the others.
 
-    With `traces`, each run of ours leaves one in that folder.
+    With `traces`, each run of our methods writes one to that folder.
     """
     return _Bench(decoder, entries, questions, settings, journal, show, traces).run()
 
@@ -149,7 +149,7 @@ class _Bench:
     def _all_entries(
         self, place: Place, prompt: list[int], number: int, places: int
     ) -> list[tuple[Entry, dict[str, Any]]]:
-        """Every entry on one prompt, each time another one first: none is always behind a certain other."""
+        """Every entry on one prompt, in rotating order, so that none always follows the same other one."""
         found = dict[int, dict[str, Any]]()
         count = len(self._entries)
         for turn in range(count):
@@ -178,14 +178,14 @@ class _Bench:
         return self._journal.add(place.key(entry), {**where, **asdict(run)})
 
     def _warm_up(self) -> None:
-        """The first calls pay for memory and kernels that later ones find ready. Nobody's clock should show that."""
+        """Allocate, compile and capture before anything is timed."""
         if self._warm:
             return
         self._warm = True
         first_of_tasks = {question.task: question for question in reversed(self._questions)}
         chosen = list(first_of_tasks.values())[::-1]
         if self._decoder.model.device.type == "cpu":
-            chosen = chosen[:1]  # graphs by the length of the text are for GPUs
+            chosen = chosen[:1]  # only GPUs have graphs by context length
         length = min(WARM_UP_TOKENS, self._settings.max_new_tokens)
         for question in chosen:
             prompt = self._decoder.encode(question.turns[0], self._settings.raw)
@@ -196,7 +196,7 @@ class _Bench:
                 entry.run(Task(prompt, self._settings.sampling, length))
 
     def _prompt(self, place: Place) -> list[int] | None:
-        """The turn's prompt: behind plain decoding's answers to the turns before. None where one was left out."""
+        """The turn's prompt, after plain decoding's answers to the earlier turns. None if one was left out."""
         turns = place.question.turns
         messages = [{"role": "user", "content": turns[0]}]
         for turn in range(place.turn):
@@ -211,12 +211,12 @@ class _Bench:
         return self._decoder.encode(messages)
 
     def _compared(self, found: list[tuple[Entry, dict[str, Any]]], prompt: list[int]) -> list[dict[str, Any]]:
-        """The runs of one prompt, each with whether it is plain decoding's text; the first is that."""
+        """The runs of one prompt, each with whether its output is plain decoding's, which is the first."""
         plain = found[0][1]["token_ids"]
         compared = []
         for entry, run in found:
             if not entry.own and self._settings.sampling.temperature > 0:
-                verdict = {"equal": None, "differs_at": None, "gap": None}  # its noise is another
+                verdict = {"equal": None, "differs_at": None, "gap": None}  # it samples with other random numbers
             else:
                 how = self._decoder.sampling_for(self._settings.sampling, prompt, self._settings.max_new_tokens)
                 verdict = compare(self._decoder, prompt, plain, run["token_ids"], how)
@@ -227,7 +227,7 @@ class _Bench:
 def compare(
     decoder: Decoder, prompt: list[int], plain: Sequence[int], found: Sequence[int], sampling: Sampling
 ) -> dict[str, Any]:
-    """Whether a text is plain decoding's; else where it leaves it, and how far apart the two best scores are there."""
+    """Whether an output equals plain decoding's; if not, where it first differs, and the gap of the top two scores."""
     place = first_difference(plain, found)
     gap: float | None = None
     if place is not None and place <= len(plain):
@@ -237,5 +237,5 @@ def compare(
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """Tells one set of questions from another."""
+    """A digest of a set of questions."""
     return sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]

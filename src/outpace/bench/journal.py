@@ -1,4 +1,4 @@
-"""Finished runs, appended to a file as they come, so that a bench that was killed goes on where it was."""
+"""Finished runs, appended to a file one by one, so that a killed benchmark can resume."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ KIND, VERSION = "outpace bench runs", 2
 
 
 class Journal:
-    """JSON lines: what all runs have in common, then a run a line."""
+    """JSON lines: first what all runs have in common, then one run per line."""
 
     def __init__(self, path: Path, common: dict[str, Any]) -> None:
         self._path = path
-        common = json.loads(json.dumps(common))  # as it comes back from a file
+        common = json.loads(json.dumps(common))  # as it is read from a file
         lines = self._read()
         if lines:
             self._check(lines[0], common)
@@ -27,13 +27,13 @@ class Journal:
         self.runs: dict[str, dict[str, Any]] = {run["key"]: run for run in lines[1:] if "key" in run}
 
     def add(self, key: str, run: dict[str, Any]) -> dict[str, Any]:
-        """Keep a finished run, at once and for good."""
+        """Append a finished run, and flush it to disk."""
         self.runs[key] = {"key": key, **run}
         self._append(self.runs[key])
         return self.runs[key]
 
     def _read(self) -> list[dict[str, Any]]:
-        """The lines that are whole: a kill may have cut one short, and that run was not finished."""
+        """The complete lines: a kill may have truncated the last one, whose run is then not finished."""
         try:
             texts = self._path.read_text().split("\n") if self._path.exists() else []
         except (OSError, UnicodeError) as error:

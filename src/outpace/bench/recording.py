@@ -1,4 +1,4 @@
-"""A race as results of a bench, so that it can be drawn on the same page."""
+"""A race as benchmark results, so that the same page can show it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TASK = "race"
 
 
 class Recorder:
-    """Keeps every step of a race with its time."""
+    """Records every step of a race with its time."""
 
     def __init__(self, decoder: Decoder, methods: Sequence[Method]) -> None:
         self._decoder = decoder
@@ -29,12 +29,12 @@ class Recorder:
         self._added: list[Run] = []
 
     def show(self, number: int, run: Result, step: Step) -> None:
-        """Told each step by `race.run`."""
+        """Called by `race.run` for each step."""
         self._steps[number].append(step)
         self._times[number].append(run.seconds)
 
     def add(self, entry: Entry, task: Task) -> Result:
-        """Let transformers' `generate` run after the methods. Each of its steps is taken for one row."""
+        """Let transformers' `generate` run after the methods. Each of its steps counts as one row."""
         entry.run(replace(task, max_new_tokens=min(WARM_UP_TOKENS, task.max_new_tokens), record=False))
         run = entry.run(task)
         self._entries.append(entry)
@@ -52,7 +52,7 @@ class Recorder:
         )
 
     def results(self, prompt: str, settings: Settings, outcome: Race) -> dict[str, Any]:
-        """The race when it is over, as `outpace bench` writes results."""
+        """The finished race, in the format of `outpace bench`."""
         question = Question(TASK, 0, (prompt,))
         tokens = self._decoder.encode(prompt, settings.raw)
         ran = [

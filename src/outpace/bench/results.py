@@ -1,4 +1,4 @@
-"""The results of a bench as one JSON object. docs/results-schema.md describes it; `VERSION` counts its changes."""
+"""The results of a benchmark as one JSON object. docs/results-schema.md describes it; `VERSION` counts its changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .entries import Entry
 from .harness import Measured, Settings
 
 KIND, VERSION = "outpace bench", 2
-PACE = "transformers generate"  # the second thing, beside plain decoding, that speeds are given against
+PACE = "transformers generate"  # the second baseline of speedups, beside plain decoding
 
 
 def assemble(
@@ -28,7 +28,7 @@ def assemble(
     settings: Settings,
     measured: Measured,
 ) -> dict[str, Any]:
-    """Everything that was found, and what it was found with."""
+    """All results, and what they were measured with."""
     runs = [{name: value for name, value in run.items() if name != "lane"} for run in measured.runs]
     costs = decoder.engine.costs
     return {
@@ -63,10 +63,10 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def summarize(runs: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """For each label, and each task and all of them: speeds and counts.
+    """Speedups and counts for each label, by task and overall.
 
-    A speed is a ratio of seconds a token on the same prompt; its three numbers are quartiles over all prompts and
-    repeats, the median in the middle.
+    A speedup is a ratio of seconds per token on the same prompt, given as quartiles over all prompts and repeats: the
+    first, the median, the third.
     """
     tasks = list(dict.fromkeys(run["task"] for run in runs))
     paces = {label: {_where(run): _cost(run) for run in runs if run["label"] == label} for label in (labels[0], PACE)}
@@ -104,7 +104,7 @@ def _figures(runs: Sequence[dict[str, Any]], paces: dict[str, dict[Any, float]])
 
 
 def quartiles(values: Iterable[float]) -> list[float] | None:
-    """The first quartile, the median and the third; None of nothing.
+    """The first quartile, the median and the third quartile; None without values.
 
     >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0]), quartiles([2.0]), quartiles([])
     ([2.0, 3.0, 4.0], [2.0, 2.0, 2.0], None)
@@ -120,17 +120,17 @@ def _where(run: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _cost(run: dict[str, Any]) -> float:
-    """Seconds a token."""
+    """Seconds per token."""
     return float(run["seconds"]) / max(1, len(run["token_ids"]))
 
 
 def _promised(entries: Sequence[Entry]) -> set[str]:
-    """Whose text must be plain decoding's, or we have a bug."""
+    """The entries whose output must equal plain decoding's."""
     return {entry.label for entry in entries if entry.own and entry.lossless}
 
 
 def _races(decoder: Decoder, questions: Sequence[Question], runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The recorded runs, together for each prompt, with the words that their drafts name."""
+    """The recorded runs by prompt, with the text of their draft tokens."""
     lanes: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
         if run["lane"] is not None:

@@ -1,7 +1,7 @@
-"""The papers' tables and figures, measured on a model of the user's choice, beside the papers' own.
+"""The papers' tables and figures, measured on a model of the user's choice, beside the papers' own figures.
 
-A paper is a function that takes a Lab, and heads by name where it has any. It gives Findings: tables, each with claims
-that the numbers judge, and plots.
+A paper is a function of a Lab, and of heads by name if it uses any. It returns Findings: plots, and tables with claims
+that are checked against the measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAPERS: dict[str, Callable[..., Findings]] = {
 
 
 def stem(paper: str, model: str, decoder: Decoder) -> str:
-    """What the files of a reproduction are called: by paper, model and device."""
+    """The file name of a reproduction: paper, model and device."""
     device = decoder.model.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^a-z0-9.]+", "-", f"{paper} {Path(model).name} {where}".lower()).strip("-")

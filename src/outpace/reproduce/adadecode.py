@@ -1,7 +1,7 @@
-"""AdaDecode (arXiv 2506.03700): speeds by task, the ablation, the threshold γ, and how often guesses are wrong.
+"""AdaDecode (arXiv 2506.03700): speedups by task, the ablation, the threshold γ, and the rejection rate.
 
-A speed "by the cost model" counts what was run, layer by layer and exit by exit, and prices it: as things are here, or
-as for Llama-3.1-8B on a large GPU, where further rows are free and asking an exit costs 2.5 layers of 32.
+A speedup "by the cost model" counts the layers and exits that were run, at the costs measured here or at those of
+Llama-3.1-8B on a large GPU, where more rows cost nothing and evaluating an exit costs 2.5 of 32 layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .rouge import in_order
 
 PAPER = "AdaDecode (arXiv 2506.03700)"
 ON_TASKS = {"summary": (1.14, 1.37, 1.38), "code": (1.51, 1.69, 1.73), "math": (1.48, 1.57, 1.60)}  # 8B, 13B, 34B
-PROBE_8B, LAYERS_8B = 2.49, 32  # of Llama-3.1-8B: an exit's cost in layers, and its layers
+PROBE_8B, LAYERS_8B = 2.49, 32  # Llama-3.1-8B: the cost of an exit in layers, and the number of layers
 GAMMAS = (0.4, 0.5, 0.6, 0.75, 0.85, 0.9)
 FULL, OURS, LOSSY, UNTRAINED = "as published, mixed exits", "ours, calibrated", "no verification", "original head"
 LARGE, DOMAIN = "full-parameter heads", "trained on"
 MODELLED, CLOCKED = "by the cost model, 8B", "by the clock"
-ABLATION = {  # consistency and speed in the paper; its exits are trained on one domain, but for those of the first row
+ABLATION = {  # consistency and speedup in the paper; except in the first row, its exits are trained on one domain
     FULL: (0.998, 1.29),
     LOSSY: (0.652, 1.64),
     UNTRAINED: (0.995, 0.84),
@@ -93,7 +93,7 @@ def _fixed(layer: int) -> str:
 
 
 class Stairs(Ours):
-    """A method with early exits. Its runs have counts: layers run, exits asked, guesses, and what all of it costs."""
+    """A method with early exits. Its runs count layers, exit evaluations and draft tokens, and what they cost."""
 
     def __init__(self, decoder: Decoder, method: Method, label: str) -> None:
         method = decoder.prepare(method)
@@ -114,7 +114,7 @@ class Stairs(Ours):
             "layers": sum(stop - start for step in steps for _, start, stop in climbs_of(step["sources"], layers)),
             "guessed": sum(len(step["sources"]) - 1 for step in steps),
             "right": sum(len(step["rows"]) - 1 for step in steps),
-            # A guess is judged if all before it were right. The end of the text judges nothing behind it.
+            # A draft token counts if all before it were accepted. Those after the end of the sequence do not count.
             "wrong": sum(len(step["rows"]) < len(step["sources"]) for step in steps[:-1]),
         }
         here = costs_of(self._engine, method.exits, method.heads.heads.settings.frequent)
@@ -125,21 +125,21 @@ class Stairs(Ours):
 
 
 def costs_at_8b(exits: tuple[int, ...], layers: int) -> Costs:
-    """The costs of Llama-3.1-8B on a large GPU, in layers of a model with so many."""
+    """The costs of Llama-3.1-8B on a large GPU, in units of this model's layers."""
     probe = PROBE_8B * layers / LAYERS_8B
     return Costs(tuple(map(float, exits)), layers + probe, probe, (1.0,) * (LONGEST + 2))
 
 
 def _price(sources: list[str], exits: tuple[int, ...], costs: Costs) -> float:
-    """What a step costs without the asking, in layers."""
-    costs = replace(costs, begin=0.0)  # pauses are counted with the asking
+    """The cost of a step in layers, without evaluating exits."""
+    costs = replace(costs, begin=0.0)  # interruptions are counted with the exits
     left = [exits.index(int(source.removeprefix("exit "))) for source in sources[1:]]
     return costs.whole + sum(costs.leaving(exit_, rows) for rows, exit_ in enumerate(left, 1))
 
 
 @dataclass(frozen=True)
 class _Watched(Method):
-    """A method that counts how often its exits are asked."""
+    """A method that counts how often its exits are evaluated."""
 
     inner: Method
     asked: list[int] = field(default_factory=lambda: [0])
@@ -157,7 +157,7 @@ class _Watched(Method):
                 self.asked[0] += 1
                 return bool(decide(exit_, confidence))
 
-            control.leaves = leaves  # of this text's own control
+            control.leaves = leaves  # of this sequence's own control
         return drafter
 
 
@@ -170,18 +170,18 @@ def _tokens(found: Found, label: str) -> int:
 
 
 def modelled(found: Found, label: str, cost: str = "cost_8b") -> float:
-    """The speed by the cost model, plain decoding's being 1."""
+    """The speedup over plain decoding by the cost model."""
     return _tokens(found, label) / _sum(found, label, cost)
 
 
 def rejected(found: Found, label: str) -> float | None:
-    """The share of guesses that were wrong, of those that were judged."""
+    """The rejection rate, of the draft tokens that count."""
     right, wrong = _sum(found, label, "right"), _sum(found, label, "wrong")
     return wrong / (right + wrong) if right + wrong else None
 
 
 def consistency(found: Found, label: str) -> float:
-    """What the texts have in common with plain decoding's, in order."""
+    """The similarity to plain decoding's output: common tokens in the same order."""
     plain = {(run["task"], run["prompt"], run["turn"]): run["token_ids"] for run in found.of(found.labels[0])}
     shares = [in_order(run["token_ids"], plain[run["task"], run["prompt"], run["turn"]]) for run in found.of(label)]
     return sum(shares) / len(shares)
@@ -209,7 +209,7 @@ def _main(found: Found, others: Mapping[str, Any]) -> Table:
 
 
 def _size(method: Any) -> tuple[str, str]:
-    """How many exits a method may ask, and their parameters in millions."""
+    """How many exits a method has, and their parameters in millions."""
     every = sum(weight.numel() for weight in method.heads.heads.parameters())
     if method.heads.name == ORIGINAL:
         every = 0
@@ -278,12 +278,12 @@ NOTE = (
 
 
 def _climbed(found: Found, label: str, layers: int) -> float:
-    """The share of the layers that is run for a token."""
+    """The share of the layers that is run per token."""
     return _sum(found, label, "layers") / _tokens(found, label) / layers
 
 
 def _orders(found: Found, labels: list[str], one: str | None) -> list[Claim]:
-    """The paper's order, by the clock; `one` is the best single exit."""
+    """The paper's ranking, by measured speed; `one` is the best single exit."""
     speed = found.speed
     order = {FULL: speed(FULL), one or "one exit": speed(one) if one else None, UNTRAINED: speed(UNTRAINED)}
     claims = [
@@ -297,7 +297,7 @@ def _orders(found: Found, labels: list[str], one: str | None) -> list[Claim]:
 
 
 def _domains(found: Found, labels: list[str]) -> list[Claim]:
-    """Exits that were trained on one domain, there, against those that were trained on all."""
+    """Exits trained on one domain against those trained on all, on that domain."""
     claims = []
     for label in labels:
         domain = label.removeprefix(f"{DOMAIN} ")

@@ -1,4 +1,4 @@
-"""Amphista (arXiv 2406.13170): how often heads are right, tokens per step by task and temperature, ablations.
+"""Amphista (arXiv 2406.13170): accuracies of heads, tokens per step by task and temperature, ablations.
 
 Medusa, Hydra and Amphista draft with one shared tree, as in the paper. Its figures are those of Vicuna-33B on
 MT-Bench.
@@ -60,7 +60,7 @@ def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None, answers: Path | 
     if answers is not None:
         tables.append(_judged(lab, {**ready, **variants}, answers))
     for temperature in TEMPERATURES:
-        # Greedy guesses have no noise that they could share, and no rule that could be bent.
+        # Coupling and the acceptance rules concern sampling only.
         used = {label: method for label, method in tried.items() if temperature or label != ALONE}
         lossy = [ByRule(lab.decoder, replace(ready["amphista"], tree=tree), TYPICAL, "typical")] if temperature else []
         part = f"amphista-{temperature:g}"
@@ -70,9 +70,9 @@ def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None, answers: Path | 
 
 
 def shared_tree(method: Any, rows: int) -> list[list[int]]:
-    """The tree that all kinds draft with: the one stored with these heads, cut to so many rows with the root's.
+    """The tree that all kinds of heads draft with: the one stored with these heads, cut to `rows` rows, root included.
 
-    Its paths stand in the order in which they were found worth their rows, so its beginning is the best smaller tree.
+    Its paths are in the order of their value, so the first ones form the best smaller tree.
     """
     if not method.heads.about.tree:
         raise InputError("these Amphista heads have no tree. Train them with `outpace train`, which measures one.")
@@ -90,7 +90,7 @@ def _judged(lab: Lab, methods: Mapping[str, Any], answers: Path) -> Table:
     folders = [answers / name for name in HELD_OUT if (answers / name).is_dir()] or [answers]
     texts = [text for folder in folders for text in read_answers(folder)]
     adapted: Any = lab.decoder.model
-    # A trainer takes heads in float32. The methods will draft with theirs.
+    # A trainer needs heads in float32; the methods draft with their own copies.
     parts = {name: method.heads.heads.copied(adapted.device, torch.float32) for name, method in methods.items()}
     trainer = Trainer(lab.model, adapted.norm, adapted.ends(), parts, Plan(updates=1))
     found = trainer.accuracies(texts)

@@ -1,4 +1,4 @@
-"""What a reproduction found: tables beside the paper's figures, claims that are judged by the numbers, plots."""
+"""The result of a reproduction: tables beside the paper's figures, claims checked against them, plots."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..chart import can_plot, save_lines
 from ..files import write_whole
 
 KIND, VERSION = "outpace reproduction", 1
-WIDTH = 120  # of a page's lines, tables aside
+WIDTH = 120  # of a page's lines, except tables
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that the paper says, and whether it holds here."""
+    """A claim of the paper, and whether it holds here."""
 
     text: str
-    holds: bool | None  # None: it was not measured
+    holds: bool | None  # None: not measured
     found: str
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Claim:
 
 
 def falling(text: str, values: Mapping[str, float | None]) -> Claim:
-    """The claim that named values fall from each to the next.
+    """The claim that these values decrease strictly.
 
     >>> str(falling("the more the better", {"many": 2.0, "few": 1.5}))
     'holds: the more the better (many 2.00 > few 1.50)'
@@ -46,7 +46,7 @@ def falling(text: str, values: Mapping[str, float | None]) -> Claim:
 
 
 def everywhere(text: str, values: Mapping[str, float | None], least: float) -> Claim:
-    """The claim that all named values are above one.
+    """The claim that all of these values are above `least`.
 
     >>> str(everywhere("quicker on every task", {"chat": 0.9, "code": 1.5}, 1.0))
     '**does not hold**: quicker on every task (chat 0.90, code 1.50)'
@@ -57,13 +57,13 @@ def everywhere(text: str, values: Mapping[str, float | None], least: float) -> C
 
 
 def at_most(text: str, value: float | None, most: float, mark: str = "") -> Claim:
-    """The claim that a value is no more than one."""
+    """The claim that a value is at most `most`."""
     return Claim(text, None if value is None else value <= most, "" if value is None else f"{value:.3g}{mark}")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Measured figures with the paper's own beside them, and what follows."""
+    """Measured figures beside the paper's own, with a note and claims."""
 
     title: str
     columns: Sequence[str]
@@ -92,10 +92,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that was found about one paper."""
+    """All findings about one paper."""
 
     paper: str
-    about: str  # what was measured with
+    about: str  # model, device, questions
     tables: Sequence[Table]
     plots: Sequence[Plot] = ()
 
@@ -111,7 +111,7 @@ class Findings:
         return f"{sum(judged)} of {len(judged)} claims hold"
 
     def markdown(self, command: str = "", plots: Iterable[str] = ()) -> str:
-        """The whole page, with the command that made it and links to plots that lie beside it."""
+        """The whole page, with the command that made it and links to the plots beside it."""
         made = [" \\\n".join(_wrapped(command, "      ", "    ", WIDTH - 2).splitlines())] if command else []
         pictures = [f"![{name}]({name})" for name in plots]
         tables = [table.markdown() for table in self.tables]
@@ -119,11 +119,11 @@ class Findings:
         return "\n\n".join([f"# {self.paper}", *made, about, *tables, *pictures, f"**{self.verdict}.**"]) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """The findings as plain values."""
+        """For JSON."""
         return {"kind": KIND, "version": VERSION, **asdict(self), "verdict": self.verdict}
 
     def save(self, folder: Path, stem: str, command: str = "") -> Path:
-        """Write STEM.md and STEM.json, and where matplotlib is there the plots; the page comes last."""
+        """Write STEM.json, the plots if matplotlib is installed, and last STEM.md."""
         write_whole(folder / f"{stem}.json", json.dumps({"command": command, **self.to_json()}, indent=1))
         drawn = []
         if can_plot():

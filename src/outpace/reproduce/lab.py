@@ -1,4 +1,4 @@
-"""Where reproductions measure: one decoder, some questions, and a journal for each part of the work."""
+"""The setup of a reproduction: one decoder, some questions, and a journal for each part of the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..picking import Sampling
 from ..trace import about
 from .findings import Claim
 
-KINDS = {  # what the papers' data sets are called here, in our own prompts and in other people's files
+KINDS = {  # the papers' data sets by task, of our own prompts and of public files
     "chat": ("chat",),
     "summary": ("summary", "summarization"),
     "math": ("math", "math_reasoning", "gsm8k"),
@@ -35,8 +35,8 @@ PLAIN = "plain"
 class Scale:
     """How much is measured."""
 
-    each: int  # questions of each task
-    tokens: int  # new tokens of each text
+    each: int  # questions per task
+    tokens: int  # new tokens per sequence
 
 
 SHORT, FULL = Scale(1, 32), Scale(4, 128)
@@ -57,7 +57,7 @@ class Found:
         return [run for run in self.runs if run["label"] == label and task in ("", run["task"])]
 
     def figure(self, name: str, label: str, task: str = "") -> float | None:
-        """A figure of the bench's summary, of several quartiles the median. None where it was not measured."""
+        """A figure of the benchmark's summary; of quartiles, the median. None if it was not measured."""
         if label not in self._figures:
             return None
         found = self._figures[label]
@@ -66,15 +66,15 @@ class Found:
         return None if chosen is None else float(chosen)
 
     def steps(self, label: str, task: str = "") -> float | None:
-        """Tokens a step."""
+        """Tokens per step."""
         return self.figure("tokens_per_step", label, task)
 
     def speed(self, label: str, task: str = "") -> float | None:
-        """Tokens a second, plain decoding's being 1."""
+        """The speedup over plain decoding."""
         return self.figure("speed", label, task)
 
     def speed_on(self, label: str, kind: str) -> float | None:
-        """The speed by the clock on all tasks of a kind: the mean of them."""
+        """The mean measured speedup over all tasks of a kind."""
         speeds = [self.speed(label, task) for task in KINDS[kind] if self.of(label, task)]
         known = [speed for speed in speeds if speed is not None]
         return sum(known) / len(known) if known else None
@@ -86,13 +86,13 @@ class Found:
 
     @property
     def different(self) -> dict[str, int]:
-        """Texts of lossless methods that are not plain decoding's, by label."""
+        """How many outputs of lossless methods differ from plain decoding's, by label."""
         wrong = {label: sum(run["equal"] is False for run in self.of(label)) for label in self.lossless}
         return {label: count for label, count in wrong.items() if count}
 
 
 def same_text(found: Found) -> Claim:
-    """The claim that all lossless methods write plain decoding's text."""
+    """The claim that all lossless methods generate plain decoding's output."""
     count = sum(len(found.of(label)) for label in found.lossless)
     wrong = ", ".join(f"{label} {wrong}" for label, wrong in found.different.items())
     differ = f"differing texts: {wrong}" if wrong else f"{count} texts"
@@ -100,7 +100,7 @@ def same_text(found: Found) -> Claim:
 
 
 def known_by(method: Method) -> dict[str, str]:
-    """What tells a method's heads from others: without it, runs with one would pass for runs with the other."""
+    """Identifies a method's heads, so that runs with different heads are not taken for each other."""
     ready = getattr(method, "heads", None)
     if not isinstance(ready, Ready):
         return {}
@@ -110,7 +110,7 @@ def known_by(method: Method) -> dict[str, str]:
 
 
 class ByRule(Ours):
-    """A method that samples by a rule of the papers. Its text is not plain decoding's, so the two are not compared."""
+    """A method that samples by a paper's acceptance rule. Its output is not compared with plain decoding's."""
 
     def __init__(self, decoder: Decoder, method: Method, label: str, rule: Literal["rejection", "typical"]) -> None:
         super().__init__(decoder, method, label, {**known_by(decoder.prepare(method)), "rule": rule})
@@ -122,7 +122,7 @@ class ByRule(Ours):
 
 
 class Lab:
-    """Measures parts of a reproduction. What is in their journals already is not measured again."""
+    """Measures the parts of a reproduction. What is in their journals already is not measured again."""
 
     def __init__(
         self,
@@ -137,15 +137,15 @@ class Lab:
         every: int = 1,
         show: Callable[..., None] = lambda share, text="": None,
     ) -> None:
-        """`runs` is the folder of journals; `model` the transformers model, to run its own `generate` beside.
+        """`runs` is the folder of journals; `model` the transformers model, to measure its own `generate` too.
 
-        It answers `every` so many questions of a task.
+        That runs on every `every`-th question of a task.
         """
         self.decoder = decoder
         self.questions = questions
         self.scale = scale
         self.model = model
-        self.parts = 1  # how many parts the work has, for the bar
+        self.parts = 1  # how many parts the work has, for the progress bar
         self._done = 0
         self._runs = runs
         self._data = data
@@ -157,22 +157,22 @@ class Lab:
 
     @property
     def cpu(self) -> bool:
-        """Whether rows cost time."""
+        """Whether it runs on a CPU, where every row costs time."""
         return self.decoder.model.device.type == "cpu"
 
     def tasks(self, *kinds: str) -> list[str]:
-        """The tasks among the questions that are of these kinds; all of them where none is, or none is named."""
+        """The questions' tasks of these kinds; all tasks if there are none, or no kind is named."""
         known = list(dict.fromkeys(question.task for question in self.questions))
         return [task for task in known if any(task in KINDS[kind] for kind in kinds)] or known
 
     def ours(self, methods: dict[str, Method | str]) -> list[Entry]:
-        """Entries for methods by label, plain decoding first. A name takes settings that suit the device."""
+        """Entries for methods by label, plain decoding first. A method given by name gets settings for this device."""
         plain: dict[str, Method | str] = {PLAIN: "autoregressive"}
         ready = {label: self.decoder.prepare(method) for label, method in {**plain, **methods}.items()}
         return [Ours(self.decoder, method, label, known_by(method)) for label, method in ready.items()]
 
     def theirs(self) -> list[Entry]:
-        """transformers' own `generate`, where its model is here."""
+        """transformers' own `generate`, if its model was given."""
         return [] if self.model is None else [Transformers(self.decoder, self.model)]
 
     def measure(
@@ -200,7 +200,7 @@ class Lab:
         return Found(entries, found.runs)
 
     def about(self) -> str:
-        """What is measured with, in a sentence or two."""
+        """Model, device and questions, in a sentence or two."""
         facts = about(self.decoder.engine)
         where = self._data or "our own prompts"
         model = re.sub(r"^.*/(?=[^/]+, )", "", facts["model"])  # without its folder

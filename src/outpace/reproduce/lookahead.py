@@ -1,4 +1,4 @@
-"""Lookahead Decoding (arXiv 2402.02057): speeds by task, sampling, settings of N, W and G, scaling.
+"""Lookahead Decoding (arXiv 2402.02057): speedups by task, sampling, settings of N, W and G, scaling.
 
 The paper's figures are those of LLaMA-2-7B-Chat on one A100.
 """
@@ -15,9 +15,9 @@ from .scaling import Point, fit, straight
 
 PAPER = "Lookahead Decoding (arXiv 2402.02057)"
 ON_TASKS = {"chat": 1.64, "math": 1.89, "code": 2.25}  # MT-Bench, GSM8K, HumanEval
-ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speed, tokens per step
-BATCHES = {3: (1, 2, 4, 8, 15), 5: (1, 2, 4, 8, 15)}  # N: the W = G that the law is fitted to
-MOST_ON_CPU = 40  # rows of the window and the guesses, (W + G)(N - 1): there they cost time
+ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speedup, tokens per step
+BATCHES = {3: (1, 2, 4, 8, 15), 5: (1, 2, 4, 8, 15)}  # N: the values of W = G that the scaling law is fitted to
+MOST_ON_CPU = 40  # the most rows of window and n-grams, (W + G)(N - 1), on a CPU, where they cost time
 
 
 def published(ngram: int, window: int, guesses: int, prompt_pool: bool = False) -> Lookahead:
@@ -26,12 +26,12 @@ def published(ngram: int, window: int, guesses: int, prompt_pool: bool = False) 
 
 
 def wide(lab: Lab) -> int:
-    """W and G of the large settings, with N = 5: the paper's for 7B, and fewer on a CPU, where rows cost time."""
+    """W and G of the large setting, with N = 5: the paper's for 7B, and less on a CPU, where rows cost time."""
     return 5 if lab.cpu else 15
 
 
 def large(lab: Lab) -> Lookahead:
-    """Our algorithm with those settings."""
+    """Our algorithm with that setting."""
     return Lookahead(ngram=5, window=wide(lab), guesses=wide(lab))
 
 
@@ -44,7 +44,7 @@ PAPERS_RULE = "lookahead, large, by Algorithm 4"
 
 
 def reproduce(lab: Lab) -> Findings:
-    """Everything of the paper that one device can show."""
+    """Everything in the paper that one device can show."""
     lab.parts = 4
     tasks, sampling = _tasks(lab), _sampling(lab)
     settings, law, plot = _settings(lab)
@@ -92,7 +92,7 @@ def _sampling(lab: Lab) -> Table:
     rows, kept = [], []
     tokens: dict[float, float | None] = {}
     speeds: dict[str, float | None] = {}
-    changes: list[float] = []  # of ROUGE to the references, beside plain decoding's
+    changes: list[float] = []  # of ROUGE with the references, against plain decoding
     for temperature, (speed, steps) in ON_SUMMARIES.items():
         published = [ByRule(lab.decoder, large(lab), PAPERS_RULE, "rejection")] if temperature else []
         entries = [*same, *published, *lab.theirs()]
@@ -155,7 +155,7 @@ LOOKUP, TREE, ONE_COLUMN, ONE_GUESS, EVEN, POOLED = (
     "as many of both",
     "and the prompt as reference",
 )
-# Speed and tokens per step in the paper, where these are (5, 1, 30), (5, 30, 1), (5, 15, 15).
+# Speedup and tokens per step in the paper, whose settings are (5, 1, 30), (5, 30, 1), (5, 15, 15).
 TABLE_3: dict[str, tuple[float | None, float | None]] = {
     LOOKUP: (1.44, 1.55),
     TREE: (None, None),
@@ -167,7 +167,7 @@ TABLE_3: dict[str, tuple[float | None, float | None]] = {
 
 
 def _settings(lab: Lab) -> tuple[Table, Table, Plot]:
-    """Table 3, and the law of scaling on the same texts."""
+    """Table 3, and the scaling law on the same runs."""
     width = wide(lab)
     grid = [(n, b) for n, sizes in BATCHES.items() for b in sizes if not lab.cpu or 2 * b * (n - 1) <= MOST_ON_CPU]
     law: dict[str, Method | str] = {f"({n}, {b}, {b})": published(n, b, b) for n, b in grid}

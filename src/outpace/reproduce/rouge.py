@@ -1,6 +1,6 @@
-"""ROUGE: how much two texts have in common, in words (1), in pairs of words (2), in their longest common sequence (L).
+"""ROUGE: the overlap of two texts in words (1), in pairs of words (2), in their longest common subsequence (L).
 
-F1 of each, words in lower case, nothing stemmed.
+F1 of each, in lower case, without stemming.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rouge(NamedTuple):
 
 
 def rouge(found: str, reference: str) -> Rouge:
-    """What a text has in common with a reference.
+    """The overlap of a text with a reference.
 
     >>> rouge("the cat sat", "The cat sat.")
     Rouge(one=1.0, two=1.0, longest=1.0)
@@ -34,17 +34,17 @@ def rouge(found: str, reference: str) -> Rouge:
 
 
 def mean(scores: Sequence[Rouge]) -> Rouge | None:
-    """The mean of several; None of none."""
+    """The mean of several; None without any."""
     return Rouge(*(sum(values) / len(scores) for values in zip(*scores, strict=True))) if scores else None
 
 
 def in_order(found: Sequence[Hashable], reference: Sequence[Hashable]) -> float:
-    """What two lists have in common, in the same order: 1 for equal ones.
+    """The longest common subsequence of two lists, as a share: 1 if they are equal.
 
     >>> in_order([1, 2, 3, 4], [1, 3, 4, 5])
     0.75
     """
-    lengths = [0] * (len(reference) + 1)  # of the longest common sequence with so much of the reference
+    lengths = [0] * (len(reference) + 1)  # of the longest common subsequence with each prefix of the reference
     for item in found:
         before = 0
         for place, other in enumerate(reference):

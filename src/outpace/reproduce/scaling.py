@@ -1,6 +1,6 @@
-"""Lookahead's law of scaling: tokens per step by how much is guessed (arXiv 2402.02057, section 4).
+"""Lookahead's scaling law: tokens per step by the number of speculated n-grams (arXiv 2402.02057, section 4).
 
-Of every `scarcity` steps (the paper's f) one finds guesses, each token of which is right with the chance `alpha`.
+One of every `scarcity` steps (the paper's f) finds n-grams, whose tokens are accepted with probability `alpha` each.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """A setting and what it came to."""
+    """A setting and its result."""
 
     ngram: int  # N
     batch: int  # W = G
-    rows: float  # a step
-    tokens: float  # a step: S
+    rows: float  # per step
+    tokens: float  # per step: S
 
 
 class Fit(NamedTuple):
-    """Eq. 7 as it fits best."""
+    """The best fit of Eq. 7."""
 
     alpha: float
     scarcity: float
-    error: float  # the root mean square of what it misses
+    error: float  # root mean square
 
     def tokens(self, ngram: int, batch: int) -> float:
         """Eq. 7: tokens per step."""
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
 
 
 def expected(alpha: float, ngram: int, batch: int) -> float:
-    """Eq. 5: tokens of a step with so many guesses, each of `ngram` - 1 tokens.
+    """Eq. 5: tokens per step with `batch` n-grams, each of `ngram` - 1 draft tokens.
 
     >>> expected(1.0, 5, 3), expected(0.0, 5, 3), expected(0.5, 2, 1)
     (5.0, 1.0, 1.5)
@@ -42,7 +42,7 @@ def expected(alpha: float, ngram: int, batch: int) -> float:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """The best alpha by trying a thousand; for each, the best scarcity (1 or more) follows by least squares."""
+    """The best of a thousand values of alpha; for each, least squares gives the best scarcity (1 or more)."""
     best = Fit(0.0, 1.0, math.inf)
     for alpha in (step / 1000 for step in range(1, 1000)):
         gains = [expected(alpha, point.ngram, point.batch) - 1 for point in points]
@@ -56,7 +56,7 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def straight(points: Sequence[Point]) -> tuple[float, float]:
-    """The slope of tokens per step by log2 of rows, and the share of their variance that a line explains.
+    """The slope of tokens per step over log2 of rows, and the R² of the line.
 
     >>> straight([Point(5, 1, 2, 1.0), Point(5, 2, 4, 1.5), Point(5, 4, 8, 2.0)])
     (0.5, 1.0)

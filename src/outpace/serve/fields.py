@@ -132,9 +132,7 @@ class TemplateSettings(Fields):
 class Asked(Fields):
     """Fields of all kinds of requests."""
 
-    refused: ClassVar[
-        dict[str, tuple[Any, ...]]
-    ] = {}  # unsupported fields, and their values that have no effect
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}  # unsupported fields, and their values that have no effect
 
     model: Name | None = None
     stream: bool = False
