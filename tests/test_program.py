@@ -250,7 +250,8 @@ def test_texts_join_and_leave(data: Any) -> None:
     def join(step: int) -> None:
         while len(found) < count and joins[len(found)] <= step:
             prompt, way, length = texts[len(found)]
-            options = {"method": methods[len(found)], "sampling": SAMPLINGS[way], "max_new_tokens": length}
+            options: dict[str, Any] = {"method": methods[len(found)], "sampling": SAMPLINGS[way]}
+            options |= {"max_new_tokens": length, "prediction": pick.choice([None, prompt_of(pick.randrange(4), 16)])}
             assert batch.add(list(prompt), **options) == len(found)
             found.append([])
 
@@ -675,6 +676,10 @@ def test_a_step_asks_the_host_for_nothing(label: str) -> None:
     prompts, lengths = [tuple(prompt_of(seed, 8)) for seed in range(2)], [1, 4]
     known = [expected("Llama", prompts[way], way, lengths[way]) for way in range(2)]
     assert write(decoder, method, prompts, SAMPLINGS[:2], lengths) == known
+    found = decoder.generate(
+        list(prompts[1]), method=method, sampling=SAMPLINGS[1], max_new_tokens=4, prediction=[7, 5]
+    )
+    assert found.token_ids == known[1]
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ LIMITS = {
 
 
 def fuzz(server: Running, cases: int, seed: int = 0) -> int:
-    """Send up to so many requests made from the OpenAPI schema, good ones and bad ones; the number that was answered."""
+    """Send up to so many requests made from the OpenAPI schema, good and bad ones; how many were answered."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded

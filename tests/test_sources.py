@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import AdaDecode, Decoder, DraftModel, Lookahead, Sampling
+from outpace import AdaDecode, Auto, Decoder, DraftModel, Lookahead, Method, PromptLookup, Sampling
 from outpace.draft import Draft, Step
 from outpace.heads import BlockHeads
 from outpace.heads.block import Guesses, feelings
@@ -25,6 +25,7 @@ from outpace.sources.heads import CANDIDATES, HeadGuesses, PairedGuesses, Sequen
 from outpace.sources.history import PLACES, History, matches
 from outpace.sources.jacobi import Jacobi
 from outpace.sources.ngrams import NONE, Ngrams
+from outpace.sources.prediction import Predicted, Prediction
 from outpace.sources.recycle import DEEPEST, Recycle
 from outpace.sources.window import Settings, Window
 from outpace.step.choosing import Choices
@@ -113,6 +114,65 @@ def test_a_text_shorter_than_the_places_that_are_followed() -> None:
     (nodes,) = History(4, 3, 8, "history", CPU).guess(lanes_with(texts, [0] * 3, 4), torch.full((3,), 9))
     assert offered(nodes, 0) == offered(nodes, 2) == {}
     assert offered(nodes, 1).keys() == {(2,), (2, 2), (2, 2, 2)}
+
+
+@examples(60)
+@given(st.randoms(use_true_random=False), st.integers(1, 20))
+def test_predictions(draw: random.Random, deepest: int) -> None:
+    """What the host follows of a prediction, a program follows too; and nothing where a text has none."""
+    texts = texts_of(draw)
+    source = Predicted(LANES + 2, 64, deepest, CPU)
+    told: list[Prediction | None] = [
+        Prediction(draw.choices(range(WORDS), k=draw.randrange(1, 60)), draw.randrange(1, len(text) + 1))
+        for text in texts[:2]
+    ]
+    source.tell(2, told[0])  # an earlier text's
+    told.append(None)
+    for lane, prediction in enumerate(told):
+        source.tell(lane, prediction)
+    for _ in range(4):
+        (nodes,) = source.guess(lanes_with(texts, [0] * LANES), torch.full((LANES,), 99))
+        for lane, (text, prediction) in enumerate(zip(texts, told, strict=True)):
+            path = tuple(prediction.after(text, deepest)) if prediction else ()
+            assert {*offered(nodes, lane)} == {path[:depth] for depth in range(1, len(path) + 1)}
+            text.append(draw.randrange(WORDS))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", [PromptLookup(), Lookahead(window=3, ngram=3, guesses=8), Auto(heads=False)])
+def test_a_programs_steps_have_what_the_host_follows_of_a_prediction(method: Method, temperature: float) -> None:
+    how = Sampling(temperature=temperature, seed=4)
+    decoder = Decoder(tiny("Llama"), method=method)
+    decoder.engine = GraphEngine(HFModel(tiny("Llama")), compiled=False, capacity=1024)
+    prompts = [prompt_of(seed, 12) for seed in range(LANES)]
+    plain = [decoder.generate(prompt, max_new_tokens=40, sampling=how).token_ids for prompt in prompts]
+    other = [*plain[0][:9], 1, 2, *plain[0][12:]]  # two words in place of three
+    predictions = [other, other, None]  # nearly right, another text's, none
+    batch = decoder.batch()
+    for prompt, prediction in zip(prompts, predictions, strict=True):
+        batch.add(prompt, max_new_tokens=40, sampling=how, prediction=prediction)
+    texts, steps = [[*prompt] for prompt in prompts], [0] * LANES
+    hints = [prediction and Prediction(prediction, len(prompts[0])) for prediction in predictions]
+    for number, step in batch:
+        assert isinstance(step, Step)
+        hint, paths = hints[number], _paths(step.draft)
+        (part,) = [entry[-1] for entry in decoder.engine._programs]
+        path = (*hint.after(texts[number], part.deepest),) if hint else ()
+        assert len(step.draft) == 1 or path in paths  # it may be that the step drafts nothing
+        told = {path for path, source in zip(paths, step.draft.sources, strict=True) if source == "prediction"}
+        assert told <= {path[:depth] for depth in range(1, len(path) + 1)}
+        texts[number] += step.tokens
+        steps[number] += 1
+    assert [text[len(prompts[0]) :] for text in texts] == plain
+    assert steps[0] < min(steps[1:])
+    assert decoder.engine.pool.held == 0
+
+
+def _paths(draft: Draft) -> list[Path]:
+    paths: list[Path] = [()]
+    for token, parent in zip(draft.tokens[1:], draft.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
 
 
 @examples(30)

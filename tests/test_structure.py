@@ -28,7 +28,7 @@ LEVELS = [
     ["methods"],
     ["loop"],
     ["batch"],
-    ["text", "grammar", "hints"],
+    ["text", "grammar"],
     ["options"],
     ["hook", "decoder"],
     ["parallel", "trace"],

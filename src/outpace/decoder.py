@@ -15,7 +15,6 @@ from .batch import MOST, Event, Request, Writing
 from .draft import MODEL, Likely, Step
 from .errors import BatchError, InputError, ModelError, OutpaceError
 from .grammar import Constraint, Grammar, words_of
-from .hints import Prediction
 from .loop import Extras, Hint, decode
 from .methods import DEFAULT, Method, make
 from .models.adapter import Model
@@ -30,6 +29,7 @@ from .runtime import calibrate
 from .runtime.choose import engine_for
 from .runtime.costs import load as load_costs
 from .runtime.graphs import MEMORY
+from .sources.prediction import Prediction
 from .text import Ending, TextStream
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ class Decoder:
         - `prediction`: an expected answer to draft from; it affects speed only
         - `salt`: sequences share KV cache only with others of the same salt
 
-        `logprobs`, `grammar` and `prediction` need the host in every step, which is slower on a GPU.
+        `logprobs` and `grammar` need the host in every step, which is slower on a GPU.
 
         The model's `generation_config` is applied as in transformers' greedy decoding (penalties, suppressed and
         forced tokens, a minimum length, ...). Fields of a Sampling take precedence. Its temperature, top-k and top-p

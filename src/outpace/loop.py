@@ -14,6 +14,7 @@ from .methods.base import Drafter, Method
 from .picking import Picker, Sampling
 from .pool import Sequence as Owner
 from .runtime.plain import Engine, Turn, Work
+from .sources.prediction import Prediction
 from .verifying import verify
 
 Stop: TypeAlias = "Callable[[int], str | None]"
@@ -31,7 +32,7 @@ class Hint(Protocol):
 
 
 class Extras(NamedTuple):
-    """Further options of a request. Logprobs and hints need the host in every step."""
+    """Further options of a request. Logprobs, and hints other than a prediction, need the host in every step."""
 
     logprobs: int | None = None  # log probabilities of each token, and of this many alternatives
     hints: tuple[Hint, ...] = ()
@@ -100,13 +101,16 @@ def write(
     engine = engine.for_one_text(picker)
     may_share = engine.most_texts > 1 and method.shares
     share, grows = share and may_share, grows and may_share
-    by_host = extras.logprobs is not None or extras.hints
+    prediction = next((hint for hint in extras.hints if isinstance(hint, Prediction)), None)
+    by_host = extras.logprobs is not None or any(hint is not prediction for hint in extras.hints)
     program = None if by_host else engine.program_for(method, sampling)
+    if prediction is not None and program is not None and not program.predicts:
+        program = None
 
     reader = method.reader if program is None else program.reader
     with engine.pool.sequence(prompt, share, extras.salt, reader, grows) as sequence:
         sequence.written = extras.written
-        place = None if program is None else program.reserve(sequence, sampling, limit)
+        place = None if program is None else program.reserve(sequence, sampling, limit, prediction)
         text = sequence.tokens if place is None else [*prompt]
         try:
             if place is not None:

@@ -39,7 +39,7 @@ class Jacobi(Method):
     def plan(self, engine: Engine) -> Plan:
         if not self.window:
             return Autoregressive().plan(engine)
-        return Plan(lambda lanes, device: [Source(self.window, lanes, device)], self.window + 1)
+        return Plan(lambda lanes, device: [Source(self.window, lanes, device)], self.window + 1, extends=False)
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         if not self.window:

@@ -25,6 +25,7 @@ from ..pool import Numbers, Sequence
 from ..sending import put
 from ..sources.base import Climbing, Plan, Reading, Source, Writing, drafted, families, named
 from ..sources.heads import alone
+from ..sources.prediction import Predicted, Prediction
 from ..step import fused
 from ..step.chances import EXPECTED, FREE, KNOTS
 from ..step.choosing import Choices, needs_of
@@ -42,6 +43,7 @@ GROUPS = (1, 4, 16, 64)  # batch sizes of graphs
 ROWS = 64  # rows that several lanes share: this many cost little more than one
 PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # prefill chunk of heads
 PACE = 0.1  # smoothing of tokens per step
+PREDICTED = frozenset(["prediction"])  # what steps for a sequence with a prediction need too
 
 
 class Stepped(NamedTuple):
@@ -58,8 +60,9 @@ class Stepped(NamedTuple):
 class Place:
     """A sequence in a program."""
 
-    def __init__(self, limit: int, gains: Gains) -> None:
+    def __init__(self, limit: int, gains: Gains, prediction: Prediction | None = None) -> None:
         self.limit = limit  # the length at which it becomes idle
+        self.prediction = prediction
         self.lane = -1  # its lane now; below 0 during prefill
         self.length = 0  # as far as results were read
         self.pace = 1.0  # mean tokens per step
@@ -88,7 +91,6 @@ class Program:
         model, device = engine.model, engine.pool.device
         self.engine, self.plan = engine, plan
         self.sources = plan.sources(LANES, device)
-        self.names = named(self.sources)
         self.costly = any(source.costly for source in self.sources)
         self.rows = min(plan.rows, 1 + sum(source.nodes for source in self.sources))
         self.probes = sum(source.probes for source in self.sources)
@@ -97,9 +99,12 @@ class Program:
         self.deepest = min(max((source.deepest for source in self.sources), default=0), self.rows - 1)
         longest = min(model.context, engine.pool.capacity) + self.margin
         self.lanes = Lanes(engine.lines, longest, device)
+        # It is in the steps only while a sequence has a prediction.
+        self.predicted = Predicted(LANES, longest, self.deepest, device)
+        self.names = named([*self.sources, self.predicted])
         self.choices = Choices(LANES, model.vocabulary, device)
         self.sizes = Sizes()
-        self.chances = plan.learned(families(self.sources)) if plan.learned else None
+        self.chances = plan.learned(families([*self.sources, self.predicted])) if plan.learned else None
         self.table: torch.Tensor | None = None  # corrected probabilities, if acceptance is learnt
         if self.chances is not None:
             self.table = torch.zeros(len(self.names), KNOTS, device=device)
@@ -161,12 +166,24 @@ class Program:
         """The context length of the graph for sequences up to this length."""
         return self.engine.span(min(limit, self.engine.pool.capacity) + self.deepest + 1)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether predictions can be drafted; otherwise the host must."""
+        return self.deepest > 0 and self.engine.model.branches
+
+    def _needs(self, *places: Place) -> frozenset[str]:
+        """What the open lanes need of a step, and these places."""
+        predicted = any(place.prediction is not None for place in (*self._open(), *places))
+        return self.choices.needs | (PREDICTED if predicted and self.plan.extends else frozenset())
+
     def sees(self, place: Place, seen: list[torch.Tensor]) -> Any:
         """What receives the hidden states of prefill; None if no source reads them."""
         reads = not place.frugal and any(isinstance(source, Reading) for source in self.sources)
         return (lambda hidden: seen.append(hidden.clone())) if reads else None
 
-    def reserve(self, sequence: Sequence, sampling: Sampling, more: int | None) -> Place | None:
+    def reserve(
+        self, sequence: Sequence, sampling: Sampling, more: int | None, prediction: Prediction | None = None
+    ) -> Place | None:
         """A place for a new sequence, with slots for its maximum length.
 
         It may grow by `more` tokens, or to the end of the context. Its slots are freed with the sequence. None if no
@@ -182,13 +199,13 @@ class Program:
         if more is None and pool.held + needed > pool.capacity:
             return None  # no explicit limit: let the host allocate slots as needed
         sequence.reserved = pool.allocate(needed)
-        kind = (_group(len(self._places) + 1), self._span(limit), self.choices.needs | needs_of(sampling))
+        place = Place(limit, self.sizes.begin(), prediction)
+        kind = (_group(len(self._places) + 1), self._span(limit), self._needs(place) | needs_of(sampling))
         arms = [graph.arm for graph in self._steps(*kind)]  # made now, not in the middle of decoding
         if not arms:
             pool.free(sequence.reserved)
             sequence.reserved = []
             return None
-        place = Place(limit, self.sizes.begin())
         self._places.append(place)
         if self.costly and self.plan.sizes:
             gains = [place.gains for place in self._places]
@@ -206,6 +223,7 @@ class Program:
             Lanes.open(self.lanes, lane, sequence.tokens, sampling.seed)
             self.lanes.place(lane, [*sequence.slots, *sequence.reserved], place.limit)
             self.choices.open(lane, sampling, sequence.tokens, sequence.written)
+            self.predicted.tell(lane, place.prediction)
             reading, made = Clock(self.lanes.device), len(self._prompts)
             for source in self.sources:
                 source.open(lane, sequence.tokens, sampling.seed)
@@ -316,7 +334,7 @@ class Program:
         group = _group(len(places))
         self._move_below(group)
         span = self._span(max(place.limit for place in places))
-        graphs = {graph.arm: graph for graph in self._steps(group, span, self.choices.needs)}
+        graphs = {graph.arm: graph for graph in self._steps(group, span, self._needs())}
         if not graphs:
             raise InputError(
                 "there is no memory left for steps of this batch. Use a smaller batch, or runtime='plain'."
@@ -357,7 +375,7 @@ class Program:
     @property
     def state(self) -> list[torch.Tensor]:
         """The sources' state, by lane."""
-        return [part for source in self.sources for part in source.state]
+        return [part for source in (*self.sources, self.predicted) for part in source.state]
 
     def _steps(self, group: int, span: int, needs: frozenset[str]) -> list[_Whole]:
         """The steps for this many lanes, fewest rows first; none if they cannot be captured."""
@@ -366,6 +384,8 @@ class Program:
             key = (group, rows, costly, span, needs)
             if key not in self._graphs:
                 self.choices.make(needs)
+                if needs & PREDICTED:
+                    self.predicted.make()
                 size = self.size(group, rows) * group
                 made = self.engine.captured(lambda key=key: _Whole(self, *key), size, span, group)  # type: ignore[misc]
                 self._graphs[key] = made
@@ -501,9 +521,11 @@ class _Whole(_Trees):
 
     def __init__(self, program: Program, group: int, most: int, costly: bool, span: int, needs: frozenset[str]) -> None:
         super().__init__(program, group, program.size(group, most), span, program.deepest)
-        self.most, self.needs = most, needs
+        self.most, self.needs = most, needs - PREDICTED
         self.arm = Arm(most, costly, (group, most, costly, span, needs))
         self.sources = [source for source in program.sources if costly or not source.costly]
+        if needs & PREDICTED:
+            self.sources.append(program.predicted)
         self.fused = fused.usable(self.pool.device)
         self.texts = program.lanes.view(group, min(span, program.lanes.tokens.shape[1]))
         self.climbs = {
@@ -517,7 +539,7 @@ class _Whole(_Trees):
             if isinstance(source, Writing)
         }
         self.heads = [
-            _Heads(program, source, group, most, span, needs, self.fused)
+            _Heads(program, source, group, most, span, self.needs, self.fused)
             for source in self.sources
             if isinstance(source, Reading)
         ]

@@ -121,6 +121,7 @@ class Plan:
     gate: float = 0.0  # see `plant`
     prices: torch.Tensor | None = None
     sizes: Sequence[int] = ()  # row counts to choose from in each step; empty: always `rows`
+    extends: bool = True  # whether predictions may be added to the trees
     learned: Callable[[Sequence[str]], Any] | None = None  # learnt acceptance of sources with these names: `Chances`
 
 
