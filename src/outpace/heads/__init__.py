@@ -1,4 +1,4 @@
-"""Trainable parts that draft: Medusa, Hydra, Amphista, block, and exits."""
+"""Trained draft heads: Medusa, Hydra, Amphista, block, and early exits."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Amphista: heads that attend to each other, fed by layers that adapt the target's states in two stages.
 
-h      the target's state at t, after its last layer, brought to unit size
+h      the target's hidden state at t, after its last layer, scaled to unit size
 e      the token at t + 1, embedded
-h¹ = A₁(h, e), h² = A₂(h¹, e)     adaptation: a causal block each, over all positions of the text
-heads                             the first half of them reads h¹, the second h²
-auto-embedding                    one bi-directional block over the heads' outputs, with learnt positions
+h¹ = A₁(h, e), h² = A₂(h¹, e)     adaptation: a causal block each, over all positions of the sequence
+heads                             the first half reads h¹, the second half h²
+auto-embedding                    one bidirectional block over the heads' outputs, with learned positions
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class AmphistaHeads(Heads):
         positions: torch.Tensor,
         memories: list[Memory] | None = None,
     ) -> list[torch.Tensor]:
-        """The target's states and those after each stage, all [..., length, width].
+        """The target's hidden states and those after each stage, all [..., length, width].
 
-        A target's states may be large, and what is added to them would have to be as large to be heard. The norm at
-        the end takes the size away anyhow, so it is taken away first.
+        A target's states may be so large that nothing of ordinary size added to them has an effect. The final norm
+        removes their scale anyway, so it is removed first.
         """
         adapted = [F.rms_norm(hidden, hidden.shape[-1:], eps=self.shape.eps)]
         angles = rotary(positions, self.shape, hidden.dtype)
@@ -86,7 +86,7 @@ class AmphistaHeads(Heads):
         return adapted
 
     def read(self, adapted: list[torch.Tensor]) -> torch.Tensor:
-        """[count, ..., width] what the output head reads."""
+        """[count, ..., width] the inputs of the output head."""
         last = len(adapted) - 1
         half = (self.count + 1) // 2
         early = min(1, last)
@@ -113,7 +113,7 @@ class AmphistaHeads(Heads):
 
 
 class _Stage(nn.Module):
-    """One stage of adaptation. It begins as a block on the states alone: the token comes in by training."""
+    """One stage of adaptation. It starts as a block on the states alone; training brings in the token."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Stage(nn.Module):
 
 
 class _Head(nn.Module):
-    """x + SiLU(W norm(x) + b), with W zero at first."""
+    """x + SiLU(W norm(x) + b), with W initialized to zero."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _Follower(Follower):
 
 
 class _Slots(Memory):
-    """Keys and values of one stage, in the slots that the text has in the pool."""
+    """Keys and values of one stage, in the sequence's slots of the pool."""
 
     def __init__(self, pool: Pool, layer: int) -> None:
         self.pool = pool
@@ -181,12 +181,12 @@ class _Slots(Memory):
             place.index_copy_(2, self.slots[-new:], states)
         sees = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
         keys, values = (part[:, :, self.slots] for part in stored)
-        with without_cudnn():  # there is another number of keys each time
+        with without_cudnn():  # the number of keys changes every time
             return attend_by_mask(query, keys, values, sees).transpose(1, 2)
 
 
 class _Listed(Memory):
-    """The same for rows in fixed places, by slot lists."""
+    """The same for rows in static buffers, by slot lists."""
 
     def __init__(self, pool: Pool, layer: int, rows: FixedRows) -> None:
         self.pool, self.layer, self.rows = pool, layer, rows
@@ -202,7 +202,7 @@ class _Listed(Memory):
 
 
 def _take_over(mine: nn.Module, theirs: nn.Module) -> None:
-    """Copy all weights where the two are alike; otherwise leave mine as it is."""
+    """Copy all weights if the two have the same shape; otherwise leave mine as it is."""
     weights = theirs.state_dict()
     if {name: weight.shape for name, weight in weights.items()} == {
         name: weight.shape for name, weight in mine.state_dict().items()

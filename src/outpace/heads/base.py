@@ -1,8 +1,8 @@
-"""What heads are: small trained modules that guess the tokens after the newest one from the target's hidden states.
+"""Draft heads: small trained modules that predict the next tokens from the target's hidden states.
 
-Position t is the last that the target has computed; the token at t + 1 is picked by then. Head k (from 0) guesses
-the token at t + 2 + k. In training all positions of a text are such a t at once. Exits guess the token at t + 1, before
-the target has computed position t through its last layer.
+Position t is the last that the target has computed, so the token at t + 1 is chosen. Head k (from 0) predicts the token
+at t + 2 + k. Training uses every position of a sequence as t at once. Exits predict the token at t + 1, before the
+target's last layers have computed position t.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .blocks import BlockShape
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What every kind of heads can be told. Kinds add their own."""
+    """Settings of every kind of heads. Kinds add their own."""
 
-    count: int = 4  # how many tokens they guess ahead
+    count: int = 4  # how many tokens they predict
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -37,26 +37,26 @@ class HeadSettings:
             raise InputError(f"count={self.count} is out of range: it must be 1 to 16.")
 
     def for_model(self, layers: int, vocabulary: int) -> HeadSettings:
-        """The same, with what depends on the target's sizes filled in."""
+        """The same, with defaults that depend on the target's sizes filled in."""
         return self
 
 
 class Example(NamedTuple):
-    """Some positions of text that the target has computed."""
+    """Some positions that the target has computed."""
 
     tokens: torch.Tensor  # [positions]
-    read: torch.Tensor  # [layers, positions, width] its states after the layers that the heads read
-    final: torch.Tensor  # [positions, width] its states after the last layer
+    read: torch.Tensor  # [layers, positions, width] hidden states after the layers that the heads read
+    final: torch.Tensor  # [positions, width] hidden states after the last layer
 
 
 class Heads(nn.Module):
-    """Some heads for one target. Their shape is the target's; what they share with it comes by `Ends`."""
+    """Heads for one target. Their shape is the target's; the modules that they share with it are passed as `Ends`."""
 
     kind: ClassVar[str]
     settings_type: ClassVar[type[HeadSettings]] = HeadSettings
-    reads_text: ClassVar[bool] = False  # whether all of the text must be fed, not its end alone
-    sequential: ClassVar[bool] = False  # whether a head must know what those before it guessed
-    paired: ClassVar[bool] = False  # whether they say what a guess means for the next: `pairs`
+    reads_text: ClassVar[bool] = False  # whether they need the whole sequence, not only its end
+    sequential: ClassVar[bool] = False  # whether a head reads the draft tokens before it
+    paired: ClassVar[bool] = False  # whether they condition each draft token on the one before: `pairs`
     settings: HeadSettings
 
     def __init__(self, settings: HeadSettings, shape: BlockShape) -> None:
@@ -70,65 +70,65 @@ class Heads(nn.Module):
         return self.settings.count
 
     def copied(self, device: torch.device, dtype: torch.dtype) -> Heads:
-        """A copy to draft with. These stay as they are: in float32 and in training, if that goes on."""
+        """A copy to draft with. These stay as they are, in float32, for training."""
         copy = type(self)(self.settings, self.shape).to(device, dtype)
         copy.load_state_dict(self.state_dict())
         return copy.eval()
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The layers behind which they read the target's states. Empty: the last alone."""
+        """The layers after which they read the target's hidden states. Empty: only the last."""
         return ()
 
     @property
     def ahead(self) -> tuple[int, ...]:
-        """[count] how many places beyond the token that the target itself says at a position each head guesses."""
+        """[count] how many positions each head predicts beyond the target's own next token."""
         return tuple(range(1, self.count + 1))
 
     def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
-        """Before training: take over what helps from the target's last norm and its last layers."""
+        """Before training: initialize from the target's last norm and last layers."""
 
     def fit(self, examples: Iterable[Example], ends: Ends) -> None:
-        """Before training, with the heads at their place: compute what needs no training from some text."""
+        """Before training, on the training device: compute what has a closed-form solution from examples."""
 
     def states(self, hidden: torch.Tensor, embedded: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """For training: [count, texts, length, width], what the output head reads, after each position of whole texts.
+        """For training: [count, texts, length, width], the output head's inputs at each position of whole sequences.
 
-        `hidden` [texts, length, width] are the target's states after its last layer, or [layers, texts, length, width]
-        those behind the layers of `reads`; `embedded` are the texts' tokens. What would need tokens beyond the end of a
-        text means nothing.
+        `hidden` [texts, length, width] are the target's hidden states after its last layer, or [layers, texts, length,
+        width] those after the layers of `reads`; `embedded` are the sequences' embedded tokens. Values that would need
+        tokens beyond a sequence's end are meaningless.
         """
         raise NotImplementedError
 
     def logits(self, states: torch.Tensor, ends: Ends, first: int = 0) -> torch.Tensor:
-        """States [heads, ..., width] of the heads from `first` on, to logits. By default through the target's head."""
+        """From states [heads, ..., width] of the heads from `first` on to logits, by default with the target's head."""
         logits: torch.Tensor = ends.head(states)
         return logits
 
     def fixed(
         self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor:
-        """What a Follower does with new rows, unless they are sequential: feed them, and guess behind some.
+        """What a Follower does with new rows, unless the heads are sequential: feed them, and draft after some.
 
-        [count, len(last), vocabulary] behind the rows `last`. All tensors stay in place, so that a CUDA graph may be
-        captured of it. `rows.tokens` are those after each row.
+        [count, len(last), vocabulary] logits after the rows `last`. All tensors are static, so that a CUDA graph can be
+        captured. `rows.tokens` are the tokens after each row.
         """
         raise NotImplementedError
 
     def follow(self, ends: Ends, pool: Pool, layer: int) -> Follower:
-        """Begin a text. Keys and values of the heads' own go into `pool`, as its layers from `layer` on."""
+        """Start a sequence. The heads' own keys and values are stored in `pool`, as its layers from `layer` on."""
         raise NotImplementedError
 
 
 class Follower:
-    """Heads at work on one text."""
+    """The heads' state for one sequence."""
 
     def __init__(self, heads: Heads, ends: Ends) -> None:
         self.heads = heads
         self.ends = ends
 
     def feed(self, hidden: torch.Tensor, tokens: torch.Tensor, sequence: Sequence) -> None:
-        """The target has computed positions that are new: its states there, and the token after each.
+        """The target has computed new positions: its hidden states there, and the token after each.
 
         They are the last of the sequence's computed positions.
         """
@@ -139,10 +139,10 @@ class Follower:
         raise NotImplementedError
 
     def guess(self, paths: torch.Tensor) -> torch.Tensor:
-        """[paths, vocabulary] the logits after guesses [paths, depth], if they are sequential."""
+        """[paths, vocabulary] the logits after draft tokens [paths, depth], if they are sequential."""
         raise NotImplementedError
 
 
 def following(embedded: torch.Tensor, places: int) -> torch.Tensor:
-    """For each position of texts [texts, length, width], what stands `places` later. Beyond the end, anything."""
+    """For each position of sequences [texts, length, width], the entry `places` later. Beyond the end, arbitrary."""
     return embedded.roll(-places, 1)

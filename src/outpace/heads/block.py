@@ -1,12 +1,12 @@
-"""Block: several tokens drafted in one pass, by layers that look at the target's states behind several of its layers.
+"""Block: several tokens drafted in one pass, by layers that attend to the target's hidden states of several layers.
 
-c      at each position: the target's states behind some layers, brought to unit size and mixed
-x_k    of place k: the target's last state at t, the token at t + 1 embedded, and what is learnt of the place
-layers each place looks at c of all positions up to t, and at all other places, in both directions; then feed-forward
-pairs  what a guess says of the next: the places do not know what those before them guess, but the tree does
+c      at each position: the target's hidden states after some layers, scaled to unit size and mixed
+x_k    for place k: the target's last state at t, the embedded token at t + 1, and a learned embedding of the place
+layers each place attends to c of all positions up to t and to all other places, in both directions; then feed-forward
+pairs  condition a draft token on the one before: the places do not know each other's tokens, but the tree does
 
-A place's own guesses come from its norm(x_k). Behind a given guess u of the place before it they are those of
-norm(x_k) + pair(u, x_k): the output head is linear, so of a few candidates each pair costs one product of vectors.
+A place's own logits come from norm(x_k). After token u at the place before they come from norm(x_k) + pair(u, x_k): the
+output head is linear, so for a few candidates each pair costs one dot product.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .base import Follower, Heads, HeadSettings
 from .blocks import Angles, BlockShape, FeedForward, rotary, turn
 from .exits import read_layers
 
-FEELINGS = 3  # numbers that a confidence is made from, besides the state: see `feelings`
-FORGOTTEN = 0.25  # of the places in training are not told the token before: their own guesses must be good as well
+FEELINGS = 3  # inputs of the confidence, besides the state: see `feelings`
+FORGOTTEN = 0.25  # share of places that are trained without the token before: their own logits must be good too
 Look: TypeAlias = "Callable[[int, torch.Tensor], torch.Tensor]"
 """Of a layer and queries [..., count, heads, size], already turned: what they find in the text."""
 
 
 @dataclass(frozen=True)
 class BlockSettings(HeadSettings):
-    """What block heads are made of.
+    """Settings of block heads.
 
-    count: how many tokens they guess ahead. depth: how many layers they have.
-    layers: the target's layers behind which they read its states, like "2,11,21,30"; without, four of them.
-    rank: the width of what a guess says of the next.
+    count: how many tokens they predict. depth: how many layers they have.
+    layers: the target's layers after which they read its hidden states, like "2,11,21,30"; by default four.
+    rank: the rank of `pair`.
     """
 
     count: int = 8
@@ -63,7 +63,7 @@ class BlockSettings(HeadSettings):
 
 
 def spread(depth: int) -> tuple[int, ...]:
-    """Four layers of a model: one of the first, the last, and two between.
+    """Four layers of a model: an early one, the last, and two between.
 
     >>> spread(30), spread(2)
     ((2, 11, 21, 30), (1, 2))
@@ -73,9 +73,9 @@ def spread(depth: int) -> tuple[int, ...]:
 
 
 def feelings(chances: torch.Tensor) -> torch.Tensor:
-    """[..., FEELINGS] of a place's guesses, from the logarithms of their chances [..., 2 or more], the best first.
+    """[..., FEELINGS] inputs of a place's confidence, from its log probabilities [..., 2 or more], best first.
 
-    The chance of the best as a logit and as a logarithm, and its distance to the next.
+    The best one's probability as a logit and as a logarithm, and its distance to the second.
     """
     best, second = chances[..., 0], chances[..., 1]
     logit = best - torch.log1p(-best.exp().clamp(max=1 - 1e-6))
@@ -83,14 +83,14 @@ def feelings(chances: torch.Tensor) -> torch.Tensor:
 
 
 class Guesses(NamedTuple):
-    """What a pass says."""
+    """The output of a pass."""
 
-    logits: torch.Tensor  # [count, texts, vocabulary] of each place for itself
+    logits: torch.Tensor  # [count, texts, vocabulary] of each place by itself
     states: torch.Tensor  # [count, texts, width] that they come from
 
 
 class BlockHeads(Heads):
-    """context: mixes the target's states. memory: keys and values from that, of all layers. doubt: the confidence."""
+    """context: mixes the target's states. memory: keys and values from that, for all layers. doubt: the confidence."""
 
     kind = "block"
     reads_text = True
@@ -127,16 +127,16 @@ class BlockHeads(Heads):
         if {name: weight.shape for name, weight in weights.items()} == {"weight": self.norm.weight.shape}:
             self.norm.load_state_dict(weights)
 
-    # What a pass is made of
+    # Parts of a pass
 
     def mix(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From states [layers, ..., width]: the last brought to unit size, and what keys and values are made from."""
+        """From states [layers, ..., width]: the last one scaled to unit size, and the input of keys and values."""
         units = F.rms_norm(hidden, hidden.shape[-1:], eps=self.shape.eps)
         mixed: torch.Tensor = self.context_norm(self.context(torch.cat([*units], -1)))
         return units[-1], mixed
 
     def remember(self, mixed: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """[layers, 2, ..., key heads, length, size] keys, turned, and values, from [..., length, width]."""
+        """[layers, 2, ..., key heads, length, size] keys, rotary applied, and values, from [..., length, width]."""
         shape = self.shape
         both = self.memory(mixed).unflatten(-1, (self.settings.depth, 2, shape.key_heads, shape.head_size))
         both = both.movedim((-4, -3), (0, 1)).transpose(-2, -3)
@@ -158,7 +158,7 @@ class BlockHeads(Heads):
         return found
 
     def pair(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """What is added to normed states where these embedded tokens stand before, all [..., width]."""
+        """What these embedded tokens at the place before add to normed states, all [..., width]."""
         told = F.silu(self.pair_token(self.token_norm(before))) * self.pair_state(states)
         added: torch.Tensor = self.pair_out(told)
         return added
@@ -177,10 +177,10 @@ class BlockHeads(Heads):
         rows: torch.Tensor,
         forgotten: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For training: what the output head reads [count, rows, width] behind some flat positions of whole texts.
+        """For training: the output head's inputs [count, rows, width] at some flat positions of whole sequences.
 
-        Each place is told the token before the one that it guesses, but where `forgotten` [count, rows] says so. Also
-        what the state alone says of the confidence, [count, rows]: no gradients go from it to the layers.
+        Each place knows the token before the one that it predicts, except where `forgotten` [count, rows]. Also the
+        state's part of the confidence, [count, rows], through which no gradients flow into the layers.
         """
         texts, length = embedded.shape[:2]
         last, mixed = self.mix(hidden)
@@ -207,23 +207,23 @@ class BlockHeads(Heads):
         before = torch.stack([after(1 + place) for place in range(self.count)])
         told = self.pair(states, before)
         known = torch.ones_like(states[..., :1])
-        known[0] = 0.0  # the first knows its token anyhow
+        known[0] = 0.0  # the first place knows its token anyway
         if forgotten is not None:
             known = known.masked_fill(forgotten[..., None], 0.0)
         return states + known * told, states.detach().float() @ self.doubt_state
 
     def sure(self, head: int | slice, linear: torch.Tensor, feelings: torch.Tensor) -> torch.Tensor:
-        """The logit of the confidence: from what the state says of it, and `feelings` [..., FEELINGS] of a guess."""
+        """The logit of the confidence, from the state's part of it and the `feelings` [..., FEELINGS]."""
         weights = self.doubt[head]
         return linear + (feelings * weights[..., :-1]).sum(-1) + weights[..., -1]
 
-    # At work
+    # Drafting
 
     def pairs(self, guesses: torch.Tensor, tokens: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """What each guess adds to the logits of those of the next place: [count, texts, before, top].
+        """What each token adds to the logits of the next place's tokens: [count, texts, before, top].
 
-        From the states [count, texts, width] and the guesses [count, texts, top] of all places. The first knows what is
-        before it.
+        From the states [count, texts, width] and the top tokens [count, texts, top] of all places. The first place
+        knows the token before it.
         """
         words = ends.embed(tokens[:-1])  # [count - 1, texts, before, width]
         told = self.pair(guesses[1:, :, None].expand_as(words), words)
@@ -232,19 +232,19 @@ class BlockHeads(Heads):
         return torch.cat([torch.zeros_like(found[:1]), found])
 
     def judge(self, chances: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-        """[..., before, top] logarithms of the chances of a place's guesses behind each guess of the place before.
+        """[..., before, top] log probabilities of a place's tokens after each token of the place before.
 
-        From their chances by themselves [..., top], and what those before them add to their logits [..., before, top].
-        All other words are taken to be as likely as before.
+        From their own log probabilities [..., top], and what the tokens before add to their logits [..., before, top].
+        All other tokens are assumed to stay as likely.
         """
         rest = torch.log1p(-chances.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))[..., None]
         found = chances[..., None, :] + told
         return found - torch.logaddexp(found.logsumexp(-1, keepdim=True), rest)
 
     def confide(self, chances: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The same chances [count, texts, before, top], the best first, as the confidence has them.
+        """The same log probabilities [count, texts, before, top], best first, corrected by the confidence.
 
-        The first guess has the chance to be the target's own choice, and the others share what is left.
+        The first token gets the probability that it is the target's choice, and the others share the rest.
         """
         linear = (states.float() @ self.doubt_state.float())[..., None]
         weights = self.doubt.float()[:, None, None]
@@ -256,7 +256,7 @@ class BlockHeads(Heads):
     def fixed(
         self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor, last: torch.Tensor
     ) -> Any:
-        """What all places guess behind the rows `last`, as `Guesses`."""
+        """The `Guesses` of all places after the rows `last`."""
         units, mixed = self.mix(hidden)
         angles = rotary(rows.positions, self.shape, mixed.dtype)
         stored = self.remember(mixed[None], angles)
@@ -280,7 +280,7 @@ class BlockHeads(Heads):
 
 
 class _Layer(nn.Module):
-    """Attention to the text and among the places, then a gated feed-forward, each after a norm. It begins silent."""
+    """Attention to the sequence and among the places, then a gated feed-forward, each after a norm. Starts at zero."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class _Follower(Follower):
         self.found: Guesses | None = None
 
     def think(self) -> Guesses:
-        """What all places guess for themselves."""
+        """The `Guesses` of all places."""
         if self.found is None:
             sees = torch.ones(1, len(self.slots), dtype=torch.bool, device=self.slots.device)
 
@@ -336,7 +336,7 @@ class _Follower(Follower):
                 stored = self.pool.stored(self.layer + number)
                 assert stored is not None
                 keys, values = (part[:, :, self.slots] for part in stored)
-                with without_cudnn():  # there is another number of keys each time
+                with without_cudnn():  # the number of keys changes every time
                     return attend_by_mask(query.transpose(1, 2), keys, values, sees).transpose(1, 2)
 
             heads = self.heads
@@ -357,14 +357,14 @@ class _Follower(Follower):
 
 
 def _write(pool: Pool, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Keys and values [1, key heads, length, size] to the slots of their positions."""
+    """Write keys and values [1, key heads, length, size] to the slots of their positions."""
     stored = pool.stored(layer) or pool.store(layer, keys, values)
     for place, states in zip(stored, (keys, values), strict=True):
         place.index_copy_(2, slots, states)
 
 
 def _lists_of(rows: FixedRows, at: torch.Tensor, count: int) -> Any:
-    """What `count` places of each text see: its positions up to `at` [texts], and nothing of each other."""
+    """What `count` places of each sequence attend to: its positions up to `at` [texts], and not each other."""
     lists, texts, device = rows.lists, len(at), at.device
     first = torch.arange(0, texts * count, count, device=device)
     return lists._replace(

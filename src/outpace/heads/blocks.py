@@ -1,4 +1,4 @@
-"""The parts that heads are made of: a residual layer, and one block of a transformer."""
+"""Building blocks of heads: a residual layer, and one transformer block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b), with W zero at first: it begins as the identity."""
+    """x + SiLU(W x + b), with W initialized to zero: it starts as the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class BlockShape:
     key_heads: int
     head_size: int
     inner: int  # of the feed-forward part
-    theta: float = 10000.0  # of the rotary positions
+    theta: float = 10000.0  # of the rotary embedding
     eps: float = 1e-5
 
 
@@ -47,14 +47,14 @@ class Block(nn.Module):
         self.mlp = FeedForward(shape)
 
     def silence(self) -> None:
-        """Before training: let it add nothing."""
+        """Before training: initialize it so that it adds nothing."""
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
     def forward(
         self,
         states: torch.Tensor,  # [..., length, width]
-        angles: Angles | None = None,  # of [length] positions: causal, with rotary positions; None: all see all
+        angles: Angles | None = None,  # of [length] positions: causal, with rotary embedding; None: bidirectional
         memory: Memory | None = None,
     ) -> torch.Tensor:
         states = states + self.self_attn(self.input_layernorm(states), angles, memory)
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Memory:
-    """How the new positions of a text look at those before them. The base has none before: all are new."""
+    """How new positions attend to earlier ones. In this base class there are none: all positions are new."""
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """[..., new, heads, size] from queries, keys and values of new positions [..., heads, new, size]."""
@@ -73,7 +73,7 @@ class Memory:
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped queries."""
+    """Self-attention with grouped-query heads."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -113,14 +113,14 @@ class FeedForward(nn.Module):
 
 
 class Angles(NamedTuple):
-    """Rotary positions: by how much the halves of a head are turned against each other, both [length, size]."""
+    """The cosines and sines of the rotary embedding, both [length, size]."""
 
     cos: torch.Tensor
-    sin: torch.Tensor  # of the first half negative
+    sin: torch.Tensor  # negated in the first half
 
 
 def rotary(positions: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> Angles:
-    """The angles of [length] positions, for all blocks of this shape."""
+    """The angles of [length] positions, for blocks of this shape."""
     powers = torch.arange(0, shape.head_size, 2, device=positions.device, dtype=torch.float32) / shape.head_size
     angles = positions[:, None].float() * shape.theta**-powers
     cos, sin = angles.cos(), angles.sin()
@@ -128,6 +128,6 @@ def rotary(positions: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> An
 
 
 def turn(states: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Queries or keys [..., size] at the positions of the angles."""
+    """Apply the rotary embedding to queries or keys [..., size]."""
     left, right = states.chunk(2, -1)
     return (states * angles.cos + torch.cat([right, left], -1) * angles.sin).to(states.dtype)

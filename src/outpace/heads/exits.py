@@ -1,7 +1,7 @@
-"""Exits: heads at middle layers that guess the token which the last layer will choose.
+"""Early-exit heads: heads at middle layers that predict the token which the last layer will choose.
 
-A text's easy tokens are decided long before the last layer. An exit after layer l reads the hidden state there and says
-what the output head will say, by a square matrix T and the target's own output head, which stays as it is.
+Easy tokens are decided long before the last layer. An exit after layer l predicts the final logits from the hidden
+state there, with a trained square matrix T and the target's own, frozen output head.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .blocks import BlockShape
 NORMS = ("first", "last")
 ORIGINAL = "original"
 OUTPUTS = ("trained", "full", ORIGINAL)
-# Borders between bins of confidence. Most guesses are made with a confidence near 1, and there small steps matter.
+# Bin edges of confidence. Most predictions have a confidence near 1, where small differences matter.
 BORDERS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 BINS = len(BORDERS) + 1
-RIDGE = 1e-3  # of the mean square of the inputs: how strongly a fitted T holds on to the identity
+RIDGE = 1e-3  # relative to the inputs' mean square: how strongly a fitted T is regularized towards the identity
 
 
 def bin_of(confidence: float) -> int:
-    """The bin that a confidence falls in.
+    """The bin of a confidence.
 
     >>> bin_of(0.05), bin_of(0.1), bin_of(1.0)
     (0, 1, 14)
@@ -41,13 +41,13 @@ def bin_of(confidence: float) -> int:
 
 @dataclass(frozen=True)
 class ExitSettings(HeadSettings):
-    """Where exits stand and what they are made of.
+    """Positions and form of exits.
 
-    layers: the layers that exits stand after, like "8,16,24". Without, `count` exits at equal distances.
+    layers: the layers that have an exit, like "8,16,24". By default `count` exits at equal distances.
     norm: "first" is head(T norm(h)), "last" is head(norm(T h)).
-    output: "trained" is a T and the target's output head; "full" an output matrix of its own in their place; "original"
-        the target's norm and output head as they are.
-    frequent: an exit compares only this many of the most frequent tokens; 0: all. Cheaper with a large vocabulary.
+    output: "trained" is T and the target's output head; "full" a trained output matrix instead of both; "original" the
+        target's norm and output head, untrained.
+    frequent: an exit computes logits of this many most frequent tokens only; 0: all. Cheaper with a large vocabulary.
     """
 
     count: int = 7
@@ -77,7 +77,7 @@ class ExitSettings(HeadSettings):
 
 
 def read_layers(layers: Any) -> tuple[int, ...]:
-    """Layers from a list, or from a text like "8,16,24". They must rise."""
+    """Layers from a list, or from a string like "8,16,24". They must be increasing."""
     try:
         found = json.loads(f"[{layers.strip('[]() ')}]") if isinstance(layers, str) else list(layers)
     except (TypeError, ValueError):
@@ -97,7 +97,7 @@ def check_layers(layers: Iterable[int], depth: int) -> None:
 
 
 def spread(count: int, depth: int) -> tuple[int, ...]:
-    """So many layers at equal distances, as far as the depth allows.
+    """`count` layers at equal distances, as far as the depth allows.
 
     >>> spread(3, 32), spread(7, 4)
     ((8, 16, 24), (1, 2, 3))
@@ -106,7 +106,7 @@ def spread(count: int, depth: int) -> tuple[int, ...]:
 
 
 class ExitHeads(Heads):
-    """maps: for each exit its T. outputs: for each its own output matrix, if it has one. ids: the frequent tokens."""
+    """maps: the T of each exit. outputs: the output matrix of each, if it has one. ids: the frequent tokens."""
 
     kind = "exits"
     settings_type = ExitSettings
@@ -128,12 +128,12 @@ class ExitHeads(Heads):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """An exit stands after so many layers."""
+        """The layers that have an exit."""
         found: tuple[int, ...] = self.settings.layers
         return found
 
     def owner(self, layer: int) -> Hashable:
-        """What tells the exit after a layer from all others. Without anything trained, they are all the same there."""
+        """Identifies the exit after a layer. All untrained exits there are the same one."""
         return (ORIGINAL if self.settings.output == ORIGINAL else self, layer)
 
     @property
@@ -148,7 +148,7 @@ class ExitHeads(Heads):
         return torch.stack([self.read(place, each, ends) for place, each in enumerate(hidden)])
 
     def read(self, place: int, hidden: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """What the output head reads at one exit, from the hidden states there [..., width]."""
+        """The output head's inputs at one exit, from the hidden states there [..., width]."""
         if not self.maps:
             found: torch.Tensor = ends.norm(hidden)
         elif self.settings.norm == "first":
@@ -164,7 +164,7 @@ class ExitHeads(Heads):
         return torch.stack([output(state) for output, state in zip(outputs, states, strict=True)])
 
     def probe(self, place: int, hidden: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """[rows, vocabulary] what one exit says of rows [rows, width]. Tokens that it does not compare have -inf."""
+        """[rows, vocabulary] the logits of one exit for rows [rows, width]; -inf for tokens that it leaves out."""
         states = self.read(place, hidden, ends)
         if not self.settings.frequent:
             return self.logits(states[None], ends, place)[0]
@@ -174,7 +174,7 @@ class ExitHeads(Heads):
         return every
 
     def _few_of(self, place: int, ends: Ends) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows of an exit's output matrix for the frequent tokens alone, and of its bias. They are copied once."""
+        """The rows of an exit's output matrix and bias for the frequent tokens. They are copied once."""
         whole: Any = self.outputs[place] if self.outputs else ends.head
         owner = place if self.outputs else 0
         if owner not in self._few or self.training:
@@ -184,9 +184,9 @@ class ExitHeads(Heads):
 
     @torch.no_grad()
     def fit(self, examples: Iterable[Example], ends: Ends) -> None:
-        """Ridge regression: T maps the state at an exit to the last one as well as a matrix can.
+        """Ridge regression: the T that maps hidden states at an exit to final ones best.
 
-        Both are brought to one size: by the target's norm or, where that comes last, by the length of the last state.
+        Both are scaled to the same size: by the target's norm or, if that comes last, by the length of the final state.
         """
         width = self.shape.width
         device = ends.head.weight.device
@@ -206,7 +206,7 @@ class ExitHeads(Heads):
         hold = RIDGE * squares.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(width).to(squares)
         hold += torch.eye(width).to(squares) * (hold == 0).all()  # without examples T stays the identity
         fitted = torch.linalg.solve(squares + hold, products + hold).transpose(1, 2).float()
-        for weight, matrix in zip(self.parameters(), fitted, strict=True):  # one matrix an exit
+        for weight, matrix in zip(self.parameters(), fitted, strict=True):  # one matrix per exit
             weight.copy_(matrix if self.maps else ends.head.weight.float() @ matrix)
 
     def _pair(self, hidden: torch.Tensor, final: torch.Tensor, ends: Ends) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,6 +217,6 @@ class ExitHeads(Heads):
 
 
 def original_exits(layers: tuple[int, ...], width: int) -> ExitHeads:
-    """Exits without anything trained."""
+    """Untrained exits."""
     shape = BlockShape(width, heads=1, key_heads=1, head_size=width, inner=width)
     return ExitHeads(ExitSettings(layers=layers, output=ORIGINAL), shape)

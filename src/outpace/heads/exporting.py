@@ -1,4 +1,4 @@
-"""Medusa heads in the formats that others load, and public heads in the reference format for us."""
+"""Export of Medusa heads to other projects' formats, and import of public heads in the reference format."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ REFERENCE_FILE = "medusa_lm_head"
 
 
 def export(heads: Heads, model: Model, form: str, folder: Path) -> None:
-    """Write Medusa heads to a new folder, with output matrices: their own, or the target's.
+    """Write Medusa heads to a new folder, with their own output matrices or the target's.
 
-    The target's is written once for vLLM, which lets heads share it, and for each head in the other formats.
+    The target's is written once for vLLM, where heads can share it, and for each head in the other formats.
     """
     if form not in FORMATS:
         raise UnknownNameError("format", form, FORMATS)
@@ -69,7 +69,7 @@ def export(heads: Heads, model: Model, form: str, folder: Path) -> None:
 
 
 def _named(heads: MedusaHeads, model: Model, form: str) -> dict[str, torch.Tensor]:
-    """All weights by the names of a format."""
+    """All weights under the names of a format."""
     layer, output = (
         ("blocks.{}.layers.{}", "lm_heads.{}") if form == "vllm" else ("{}.{}.linear", f"{{}}.{heads.settings.layers}")
     )
@@ -122,7 +122,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _renamed(weights: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
-    """From the reference's names to ours. A name that fits neither stays, to be reported."""
+    """From the reference's names to ours. Unknown names stay, to be reported."""
     renamed = {}
     for name, weight in weights.items():
         head, _, rest = name.partition(".")

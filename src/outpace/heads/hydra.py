@@ -1,4 +1,4 @@
-"""Hydra: a head reads the last hidden state and the tokens guessed so far, so guesses come one after another."""
+"""Hydra: each head reads the last hidden state and the draft tokens before it, so drafting is sequential."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class HydraHeads(Heads):
         return torch.stack([self.read(head, final, ahead[..., : (head + 1) * width]) for head in range(self.count)])
 
     def read(self, head: int, final: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What the output head reads after `head` guesses: `tokens` are the newest token and those, side by side."""
+        """The output head's inputs after `head` draft tokens: `tokens` are the newest token and those, concatenated."""
         return final + F.silu(self.from_state[head](final) + self.from_tokens[head](tokens))
 
     def guess(self, ends: Ends, final: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[lines, vocabulary] logits of the head that comes next, from normed states [lines, width] and tokens.
+        """[lines, vocabulary] logits of the next head, from normed states [lines, width] and tokens.
 
-        `tokens` [lines, 1 + depth] are the newest token and the guesses behind it.
+        `tokens` [lines, 1 + depth] are the newest token and the draft tokens after it.
         """
         depth = tokens.shape[1] - 1
         embedded = self.token_norm(ends.embed(tokens))

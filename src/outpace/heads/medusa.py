@@ -1,4 +1,4 @@
-"""Medusa: every head reads the last hidden state alone, and they do not know of each other."""
+"""Medusa: every head reads only the last hidden state, independently of the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .blocks import BlockShape, ResBlock
 
 @dataclass(frozen=True)
 class MedusaSettings(HeadSettings):
-    """layers: residual layers of a head. own_output: each head has an output matrix of its own."""
+    """layers: residual layers per head. own_output: each head has an output matrix of its own."""
 
     layers: int = 1
     own_output: bool = False
@@ -31,7 +31,7 @@ class MedusaSettings(HeadSettings):
 
 
 class MedusaHeads(Heads):
-    """heads: for each, its residual layers. outputs: for each, its own output matrix, if it has one."""
+    """heads: the residual layers of each. outputs: the output matrix of each, if it has one."""
 
     kind = "medusa"
     settings_type = MedusaSettings
@@ -49,7 +49,7 @@ class MedusaHeads(Heads):
         return self.read(ends.norm(hidden))
 
     def read(self, final: torch.Tensor) -> torch.Tensor:
-        """[count, ..., width] from what the target's own output head reads [..., width]."""
+        """[count, ..., width] from the input of the target's output head [..., width]."""
         return torch.stack([head(final) for head in self.heads])
 
     def logits(self, states: torch.Tensor, ends: Ends, first: int = 0) -> torch.Tensor:

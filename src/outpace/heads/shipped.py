@@ -1,4 +1,4 @@
-"""Where trained heads come from that nobody named: packages that bring some, and a checkout of this repository."""
+"""Trained heads that are found without being named: in installed packages, and in a checkout of this repository."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = "outpace-smollm2"
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """All such folders, those of a checkout first."""
+    """All their folders, those of a checkout first."""
     brought = [folder for point in entry_points(group=GROUP) if (folder := _brought(point)) is not None]
     return tuple(folder for folder in (CHECKOUT, *brought) if folder.is_dir())
 
@@ -25,7 +25,7 @@ def folders() -> tuple[Path, ...]:
 def _brought(point: EntryPoint) -> Path | None:
     try:
         return Path(point.load())
-    except Exception as error:  # whatever a package does when it is imported: other heads are there still
+    except Exception as error:  # a broken package must not hide other heads
         package = point.dist.name if point.dist else point.value
         message = f"the heads of the package {package} cannot be used: {error!r}. Install it again, or remove it."
         warnings.warn(message, OutpaceWarning, stacklevel=2)
@@ -33,10 +33,10 @@ def _brought(point: EntryPoint) -> Path | None:
 
 
 def hint() -> str:
-    """What to install where no heads are."""
+    """What to install if there are no heads."""
     return "" if folders() else f" Those for smollm2-135m are in the package {PACKAGE}: pip install 'outpace[demo]'."
 
 
 def of_kind(kind: str) -> list[Path]:
-    """The folders of all heads of a kind, whatever model they are for."""
+    """The folders of all heads of a kind, for any model."""
     return [config.parent for folder in folders() for config in sorted(folder.glob(f"*/{kind}/config.json"))]

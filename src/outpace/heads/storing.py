@@ -1,6 +1,6 @@
-"""Heads on disk: a folder with config.json and safetensors files of at most 15 MB, good for one base model.
+"""Heads on disk: a folder with config.json and safetensors files of at most 15 MB, for one base model.
 
-Weights have 16 bits, or matrices 8 (format 2): whole numbers, and a scale for each GROUP numbers of a row.
+Weights have 16 bits, or matrices 8 bits (format 2): integers, with a scale for each GROUP values of a row.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from ..models.packed import PackedEmbedding
 from .base import Heads
 from .blocks import BlockShape
 
-FORMATS = {16: 1, 8: 2}  # by bits of a weight
+FORMATS = {16: 1, 8: 2}  # by bits per weight
 GROUP = 64
-SCALES = ".scales"  # behind the name of a matrix in 8 bits
-SHARD = 15_000_000  # bytes of a file
+SCALES = ".scales"  # suffix of an 8-bit matrix's name
+SHARD = 15_000_000  # bytes per file
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What is known about heads beside their weights."""
+    """Metadata of heads."""
 
-    base: dict[str, Any]  # of the model they were trained for: see `fingerprint`
+    base: dict[str, Any]  # the model that they were trained for: see `fingerprint`
     accuracies: list[list[float]] = field(default_factory=list)  # [head][rank] on held-out text
-    tree: list[list[int]] = field(default_factory=list)  # paths of ranks, likeliest first
-    training: dict[str, Any] = field(default_factory=dict)  # what made them
-    calibration: list[list[list[int]]] = field(default_factory=list)  # [exit][bin of confidence] guesses, right ones
+    tree: list[list[int]] = field(default_factory=list)  # paths of ranks, most likely first
+    training: dict[str, Any] = field(default_factory=dict)  # how they were trained
+    calibration: list[list[list[int]]] = field(default_factory=list)  # [exit][confidence bin] predictions, right ones
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
-    """What tells one model from another whatever its dtype: its sizes, and some of its numbers."""
+    """Identifies a model, whatever its dtype: its sizes, and some of its weights."""
     embed = model.ends().embed
     packed = isinstance(embed, PackedEmbedding)
     tokens = torch.arange(0, model.vocabulary, max(1, model.vocabulary // 16))[:16]
@@ -62,7 +62,7 @@ def check_bits(bits: int) -> None:
 
 
 def save(heads: Heads, stored: Stored, folder: Path, bits: int = 16) -> None:
-    """Write the folder, whole or not at all: an older one stays until the new one is complete."""
+    """Write the folder atomically: an older one stays until the new one is complete."""
     check_bits(bits)
     half = folder.with_name(folder.name + ".part")
     try:
@@ -96,7 +96,7 @@ def _packed(weights: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.T
 
 
 def to_bytes(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix as whole numbers from -127 to 127, and [rows, groups] what to multiply them by."""
+    """A matrix as integers from -127 to 127, and their scales [rows, groups]."""
     columns = matrix.shape[1]
     groups = F.pad(matrix.float(), (0, -columns % GROUP)).view(len(matrix), -1, GROUP)
     scales = (groups.abs().amax(-1) / 127).clamp(min=1e-7).to(torch.float16)
@@ -105,7 +105,7 @@ def to_bytes(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_bytes(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The matrix again."""
+    """The inverse of `to_bytes`."""
     return numbers.float() * scales.float().repeat_interleave(GROUP, 1)[:, : numbers.shape[1]]
 
 
@@ -138,7 +138,7 @@ def load(folder: Path, model: Model, kinds: Mapping[str, type[Heads]]) -> tuple[
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, with every entry there."""
+    """The folder's config.json, with all entries."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no heads: there is no config.json.")
@@ -159,7 +159,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def fill(heads: Heads, weights: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Put weights into heads. All must be there, no other may be, and the shapes must fit."""
+    """Load weights into heads. Names and shapes must match exactly."""
     wanted = heads.state_dict()
     missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
     if missing or extra:
@@ -209,7 +209,7 @@ def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
 
 
 def mismatch(base: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """What of two fingerprints differs first."""
+    """The first difference of two fingerprints."""
     for name in ("width", "vocabulary", "layers"):
         if base.get(name) != mine[name]:
             return name

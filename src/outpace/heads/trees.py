@@ -1,4 +1,4 @@
-"""Which guesses to draft: the tree whose paths are likeliest, from how often each head is right with its n-th guess."""
+"""Static draft trees: the most likely paths, from the accuracy of each head's n-th ranked token."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], size: int) -> list[tuple[int, ...]]:
-    """The `size` likeliest nodes as paths of ranks, likeliest first: (0,) is the first head's best guess.
+    """The `size` most likely nodes as paths of ranks, most likely first: (0,) is the first head's top token.
 
-    accuracies[k][r] is the chance that head k's guess number r (from 0) is right.
+    accuracies[k][r] is the probability that head k's token of rank r (from 0) is right.
 
     >>> best_tree([[0.6, 0.2], [0.5, 0.1]], 4)
     [(0,), (0, 0), (1,), (1, 0)]
