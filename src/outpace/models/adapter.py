@@ -1,4 +1,4 @@
-"""What the loop needs of a model. `hf.py` gives it for transformers, `toy.py` for tests."""
+"""The interface of a model, as the loop uses it. `hf.py` implements it for transformers, `toy.py` for tests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .attention import SlotLists
 
 
 class Output(NamedTuple):
-    """What a forward pass leaves behind."""
+    """The result of a forward pass."""
 
     logits: torch.Tensor  # [asked rows, vocabulary]
-    hidden: torch.Tensor  # [rows, width] where the last layer that ran left them; beside it what `Model.keep` asked for
-    found: torch.Tensor | None = None  # [2, asked rows] what `find_best` says of the logits, where a runtime has asked
-    answer: torch.Tensor | None = None  # what a runtime was asked about the last row
+    hidden: torch.Tensor  # [rows, width] after the last layer that ran; with `Model.keep`, other layers' too
+    found: torch.Tensor | None = None  # [2, asked rows] `find_best` of the logits, if the runtime was asked for it
+    answer: torch.Tensor | None = None  # the runtime's answer to a question about the last row
 
 
 class Ends(NamedTuple):
-    """Where a model begins and ends: what heads that draft share with it."""
+    """The modules at both ends of a model, which draft heads share."""
 
     embed: Any  # tokens [...] -> [..., width]
     norm: Any  # hidden states after the last layer -> what the output head reads
@@ -31,25 +31,25 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Rows whose tensors stay in place from step to step, so that a CUDA graph may be captured on them."""
+    """Rows in static buffers, so that a CUDA graph can be captured on them."""
 
     tokens: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]
-    lists: SlotLists  # what they see
+    lists: SlotLists  # what they attend to
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def asked_rows(logits: int | Sequence[int], rows: int, device: torch.device) -> torch.Tensor:
-    """Which of so many rows' logits are asked for.
+    """Which rows' logits are asked for: the last n, or these.
 
     >>> asked_rows(2, 5, torch.device("cpu")), asked_rows([0, 4], 5, torch.device("cpu"))
     (tensor([3, 4]), tensor([0, 4]))
     """
     if isinstance(logits, int):
-        return torch.arange(rows - logits, rows, device=device)  # without a copy, which a capture could not have
+        return torch.arange(rows - logits, rows, device=device)  # no copy from the host, which a capture forbids
     return torch.tensor(logits, dtype=torch.long, device=device)
 
 
@@ -61,17 +61,17 @@ class Model(Protocol):
     layers: int
     width: int  # of hidden states
     dtype: torch.dtype
-    context: int  # positions it was made for
-    turn: int | None  # the position at which it changes all angles, if it does
+    context: int  # its context length
+    turn: int | None  # the position at which it changes all rotary angles, if it does
     branches: bool  # False: rows must form one chain
-    packs: bool  # whether rows of several texts may share a forward, and texts that begin alike their slots
-    chunk: int  # most rows of text that one forward should take
+    packs: bool  # whether sequences may share a forward pass, and sequences with a common prefix its slots
+    chunk: int  # the largest prefill chunk
     device: torch.device
     lists: bool  # whether it computes FixedRows
-    kept: tuple[int, ...]  # layers behind which states are left besides the last: see `keep`
+    kept: tuple[int, ...]  # layers after which hidden states are kept, besides the last: see `keep`
 
     def room(self, position: int) -> int:
-        """How many positions beyond `position` a draft may reach."""
+        """How many positions beyond `position` a draft may extend."""
         ...
 
     def rooms(self, positions: torch.Tensor) -> torch.Tensor:
@@ -83,13 +83,13 @@ class Model(Protocol):
         ...
 
     def keep(self, layers: Sequence[int]) -> None:
-        """From now on forwards through all layers leave the states behind these as well, for heads that read them."""
+        """From now on full forward passes also keep the hidden states after these layers, for heads that read them."""
         ...
 
     def part(self, hidden: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-        """Of what a forward through all layers has left: [layers, rows, width]; without layers the last [rows, width].
+        """Of the hidden states of a full forward pass: [layers, rows, width]; without layers the last [rows, width].
 
-        They must have been asked for.
+        They must have been asked for by `keep`.
         """
         ...
 
@@ -103,9 +103,9 @@ class Model(Protocol):
         hidden: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> Output:
-        """Run layers `start` to `stop` (not included; None: to the end) on the rows, compiled where they can be.
+        """Run layers `start` to `stop` (exclusive; None: to the end) on the rows, with compiled layers if `compiled`.
 
-        From the middle, `hidden` [rows, width] says where layer `start - 1` left them. `logits` asks for the
-        logits of the last so many rows, or of these rows; they mean something only when the last layer has run.
+        To start from the middle, pass the hidden states after layer `start - 1` as `hidden` [rows, width]. `logits`
+        asks for the logits of the last n rows, or of these rows; they are meaningful only if the last layer has run.
         """
         ...

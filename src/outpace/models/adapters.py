@@ -1,4 +1,4 @@
-"""LoRA and the like: models with adapters inside, and what may change in a model under a Decoder that has taken it."""
+"""LoRA and other adapters, and detection of changes to a model that a Decoder uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "adapter_config.json"
 
 
 def read_adapter(folder: Path) -> str | None:
-    """The name of the model that an adapter's folder is for; None for any other folder."""
+    """The name of an adapter folder's base model; None for any other folder."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -27,7 +27,7 @@ def read_adapter(folder: Path) -> str | None:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model inside of a PeftModel, its adapters in its layers; any other model as it is."""
+    """The transformers model inside a PeftModel, with adapters in its layers; any other model as it is."""
     if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
         return model
     for name, config in model.peft_config.items():
@@ -40,7 +40,7 @@ def base_of(model: Any) -> Any:
 
 
 def adapters_of(model: Any) -> tuple[object, ...]:
-    """Which adapters a model has, and which of them are switched on, layer by layer."""
+    """A model's adapters, and which of them are active, layer by layer."""
     layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     return tuple(
         (id(layer), bool(layer.disable_adapters), *map(str, layer.active_adapters), len(layer.merged_adapters))
@@ -49,7 +49,7 @@ def adapters_of(model: Any) -> tuple[object, ...]:
 
 
 def stamp_of(model: Any) -> int:
-    """A number that is another one when weights have changed, but through `.data`, where torch does not count."""
+    """A number that changes with the weights, except for changes through `.data`, which torch does not track."""
     return hash(tuple(_versions(model)))
 
 

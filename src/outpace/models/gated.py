@@ -1,7 +1,7 @@
-"""Gated MLPs, on large GPUs that fetch tiles by descriptors (H100 and later): gate, up and SiLU by one kernel.
+"""Gated MLPs on GPUs with tensor descriptors (TMA; H100 and later): gate, up and SiLU in one kernel.
 
-down(silu(gate(x)) * up(x)) is what most architectures compute there. By itself SiLU is a kernel that reads what the one
-before has just written.
+Most architectures compute down(silu(gate(x)) * up(x)). A separate SiLU kernel would read back what the product has just
+written.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .fusing import Part
 from .launching import SPARE, device_of, early, fetches_tiles
 
 CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-MOST_ROWS = 128  # beyond, cuBLAS is quicker; and the most of one program
+MOST_ROWS = 128  # per program; beyond, cuBLAS is faster
 FEW_ROWS = 32
-OUTPUTS = 64  # of one program, and as many gates
-BLOCK = 64  # inputs at a time; twice as many where rows are few
-STAGES = 4  # the most blocks that are on their way or at work
-PIECE = 1024  # of a row, where SiLU is by itself
+OUTPUTS = 64  # per program, and as many gates
+BLOCK = 64  # inputs at a time; twice as many if there are few rows
+STAGES = 4  # the most pipeline stages
+PIECE = 1024  # values per program of the separate SiLU kernel
 
 
 class GatedMLP(nn.Module):
-    """Stands where an MLP was, with its weights."""
+    """Takes the place of an MLP, with its weights."""
 
     def __init__(self, mlp: Any, always: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GatedMLP(nn.Module):
 
 
 def fits(mlp: Any) -> bool:
-    """Whether the kernel takes it: what `narrow` takes, on such a GPU, gate and up joined, and this very function."""
+    """Whether the kernel supports it: as `narrow`, on such a GPU, gate and up fused, and exactly this function."""
     if set(mlp._modules) != CHILDREN or mlp._forward_hooks or mlp._forward_pre_hooks:
         return False
     gate, up = mlp.gate_proj, mlp.up_proj
@@ -61,7 +61,7 @@ def fits(mlp: Any) -> bool:
 
 @torch.inference_mode()
 def is_gated(mlp: Any) -> bool:
-    """Whether an MLP computes down(silu(gate(x)) * up(x)), by trying: large numbers too, which some cut off."""
+    """Whether an MLP computes down(silu(gate(x)) * up(x)), by trying it, also with large values, which some clamp."""
     if len(inspect.signature(mlp.forward).parameters) != 1:
         return False
     weight = mlp.gate_proj.joined.whole.weight
@@ -73,9 +73,9 @@ def is_gated(mlp: Any) -> bool:
 
 @torch.library.custom_op("outpace::gated", mutates_args=())
 def gated(states: torch.Tensor, weight: torch.Tensor, always: bool) -> torch.Tensor:
-    """[..., outputs]: silu(gates) * rest, where weight [2 × outputs, inputs] has first the gates', then the rest's.
+    """[..., outputs]: silu(gate) * up, where weight [2 × outputs, inputs] has the gate's rows first, then up's.
 
-    A row has the same bits beside any rows up to MOST_ROWS, and `always` beside any.
+    A row has the same bits in any batch of up to MOST_ROWS rows; with `always`, in any batch.
     """
     count = states.numel() // states.shape[-1]
     ours = count > 0 and (always or count <= MOST_ROWS)
@@ -88,7 +88,7 @@ def _(states: torch.Tensor, weight: torch.Tensor, always: bool) -> torch.Tensor:
 
 
 def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same by one kernel, by tiles of up to MOST_ROWS rows."""
+    """The same with one kernel, in tiles of up to MOST_ROWS rows."""
     from triton import cdiv, next_power_of_2
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -99,7 +99,7 @@ def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tile = min(MOST_ROWS, max(16, next_power_of_2(len(rows))))
     few = tile <= FEW_ROWS
     processors, memory = device_of(states.device)
-    # Large programs where there is about one for each multiprocessor; otherwise two small ones share it.
+    # Large programs if there is about one per multiprocessor; otherwise two small ones share it.
     large = few and outputs % (2 * OUTPUTS) == 0 and 2 / 3 * processors < outputs // (2 * OUTPUTS) <= processors
     each, block = (2 if large else 1) * OUTPUTS, (2 if few else 1) * BLOCK
     fitting = (memory // (1 if large else 2) - SPARE) // ((2 * each + tile) * block * states.element_size())
@@ -113,14 +113,14 @@ def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         BLOCK=block,
         num_warps=4,
         num_stages=max(1, min(fitting, STAGES)),
-        enable_fp_fusion=False,  # or the compiler might join products and sums in one way here, in another there
+        enable_fp_fusion=False,  # the compiler must not contract multiply-adds differently in different variants
         **early(states.device),
     )
     return product
 
 
 def gate(products: torch.Tensor) -> torch.Tensor:
-    """silu(gates) * rest, of products [..., 2 × outputs]."""
+    """silu(gate) * up, from products [..., 2 × outputs]."""
     from triton import cdiv
 
     from . import kernels

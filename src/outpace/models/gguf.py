@@ -1,4 +1,4 @@
-"""GGUF files, memory-mapped and checked: what is in the header is not believed until the file bears it out."""
+"""GGUF files, memory-mapped and validated: every value of the header is checked against the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSIONS = (2, 3)
 LONGEST_NAME = 256
 MOST_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
-DEEPEST = 4  # arrays within arrays
+DEEPEST = 4  # nested arrays
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 Raw: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
@@ -32,13 +32,13 @@ class Tensor:
     """A tensor in the file."""
 
     name: str
-    shape: tuple[int, ...]  # the last dimension is the one whose numbers lie together, as in torch
+    shape: tuple[int, ...]  # the last dimension is contiguous, as in torch
     type: GGMLQuantizationType
     raw: Raw  # [rows, bytes of a row]
 
 
 class File:
-    """A GGUF file: `metadata` without its arrays' items (of those, how many they are), and `tensors` by name."""
+    """A GGUF file: `metadata`, with the length of arrays in place of their items, and `tensors` by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,7 +84,7 @@ class File:
         return int.from_bytes(self._take(size, what), "little")
 
     def _plausible(self, count: int, least: int, what: str) -> int:
-        """A count of things that take so many bytes each at least."""
+        """A count of items of at least `least` bytes each; refused if they cannot fit in the file."""
         if count * least > len(self._bytes) - self._at:
             self._refuse(f"its {what} of {count} is more than the file can hold")
         return count
@@ -110,7 +110,7 @@ class File:
         return struct.unpack(form, self._take(struct.calcsize(form), key))[0]
 
     def _array(self, key: str, depth: int) -> int:
-        """How many items it has; they are walked over."""
+        """Skips an array, and returns its length."""
         kind, count = self._number(4, f"the type of {key}"), self._number(8, f"the length of {key}")
         if kind in _NUMBERS:
             size = struct.calcsize("<" + _NUMBERS[kind])
@@ -139,7 +139,7 @@ class File:
         return name, shape, kind, self._number(8, f"the offset of {name}")
 
     def _placed(self, infos: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]]) -> dict[str, Tensor]:
-        """Tensors, each within the file and none over another."""
+        """The tensors; each must lie within the file, and none may overlap another."""
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             self._refuse(f"its alignment {alignment!r} is not a power of two")

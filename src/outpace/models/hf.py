@@ -1,9 +1,9 @@
-"""The adapter to transformers: with `whole.py` the only module that knows its internals.
+"""The adapter to transformers; with `whole.py`, the only module that knows its internals.
 
-A model's modules are mirrored: shallow copies that share every weight, so that the user's modules stay as they are. In
-the mirror each decoder layer stands behind a Gate, which can skip it and hands it the mask made for it, and
-attention goes through `attend`. One ordinary forward of the mirror then runs any range of layers on any rows, with the
-architecture's own embeddings, rotary tables, norms and scalings, and no code for any one architecture here.
+A model's modules are mirrored: shallow copies that share every weight, so that the user's modules stay unchanged. In
+the mirror each decoder layer is wrapped in a Gate, which can skip it and passes it its mask, and attention goes through
+`attend`. One ordinary forward pass of the mirror then runs any range of layers on any rows, with the architecture's own
+embeddings, rotary tables, norms and scalings. There is no code here for any particular architecture.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .packed import is_packed
 from .products import Products
 from .products import load as load_operators
 
-ATTENTION = "outpace"  # the name under which `attend` is known to transformers
+ATTENTION = "outpace"  # the name under which `attend` is registered with transformers
 CHUNK = 512
-STEADY = 256  # rows that are computed outside of layers at a time, in exact mode on a GPU
-ROUNDING = 1e-3  # relative differences of logits below this are none
+STEADY = 256  # rows at a time outside of layers, in exact mode on a GPU
+ROUNDING = 1e-3  # relative differences of logits below this count as rounding
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 Mask: TypeAlias = "torch.Tensor | SlotLists | Seen"
@@ -46,11 +46,10 @@ Mask: TypeAlias = "torch.Tensor | SlotLists | Seen"
 
 
 class HFModel:
-    """A transformers causal language model, as the loop sees it.
+    """A transformers causal language model behind the interface of `Model`.
 
-    It takes the model as it is now: move it, change its dtype or add adapters before. One thread at a time, which an
-    engine sees to.
-    `check` compares a small tree with its paths, and refuses the model if they differ.
+    It takes the model as it is now: move it, change its dtype or add adapters before. Only one thread may use it at a
+    time, which engines ensure. `check` compares a small tree with its paths, and refuses the model if they differ.
     """
 
     def __init__(self, model: PreTrainedModel, check: bool = True) -> None:
@@ -74,7 +73,7 @@ class HFModel:
         self._exact = False
         self.kept: tuple[int, ...] = ()
         self.packed = is_packed(model)
-        self._stack: Stack | None = None  # computes the layers in place of the mirror
+        self._stack: Stack | None = None  # computes the layers instead of the mirror
         self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0)
         self._layer_types = _layer_types(config)
         self._kinds = set(self._layer_types)
@@ -85,15 +84,15 @@ class HFModel:
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         self.branches = self._takes_positions and not _counts_slots(config)
-        self.packs = self.branches and self.turn is None  # LongRoPE's angles depend on all positions of a forward
+        self.packs = self.branches and self.turn is None  # LongRoPE's angles depend on all positions of a forward pass
         self.lists = self._own_attention and self.branches and _takes_lists(model, self._kinds)
         if check:
-            if self.packed and self.lists:  # states are rounded to 8 bits, which makes much of any other difference
+            if self.packed and self.lists:  # states are rounded to 8 bits, which magnifies any other difference
                 self.compute_exactly()
             self._check()
 
     def compile_layers(self) -> None:
-        """From now on `forward` may be asked for compiled layers. Layers of one kind share what is compiled."""
+        """From now on `forward` accepts `compiled`. Layers of one kind share compiled code."""
         if self.device.type == "cpu":
             run = compile_together([gate.layer for gate in self._gates], whole=self._exact)
             for gate in self._gates:
@@ -103,46 +102,46 @@ class HFModel:
                 gate.compile()
 
     def fuse(self) -> int:
-        """Join the weights of products that read the same input; says how many products that saves.
+        """Fuse projections with the same input; returns how many products that saves.
 
-        The model's own weights become views of the joined ones: same values, no second copy. `unfuse` undoes it.
+        The model's own weights become views of the fused ones: same values, no second copy. `unfuse` undoes it.
         """
         return self._fusion.fuse(self._mirror)
 
     def replace_products(self, always: bool = False) -> int:
-        """Compute products by code of our own where we have it; says how many modules. `unfuse` undoes it.
+        """Replace linear layers and MLPs by our own kernels, if there are any; returns how many. `unfuse` undoes it.
 
-        `always`: for any number of rows, on a GPU. Join weights before: what is joined may be computed together with
-        what follows it.
+        `always`: for any number of rows, on a GPU. Call `fuse` first: fused projections may be computed together with
+        what follows them.
         """
         return self._products.replace(self._mirror, always)
 
     def compute_exactly(self) -> None:
-        """On a CPU in float32: from now on a row has the same bits whatever is beside it. `unfuse` undoes it.
+        """On a CPU in float32: from now on a row has the same bits in any batch. `unfuse` undoes it.
 
-        Compile layers after it, not before.
+        Call it before `compile_layers`.
         """
         self._products.undo()
         load_operators()
         self._exact = True
 
     def compute_packed(self) -> bool:
-        """From now on compute all layers by one call, if they are of the usual kind; says whether they are.
+        """From now on compute all layers in one call of C++ code, if it supports them; returns whether it does.
 
-        Compute exactly before it, which is the same for other layers.
+        Call `compute_exactly` before, for other layers.
         """
         try:
             layers = [(gate.layer, gate.kind, self._windows.get(gate.kind) or 0) for gate in self._gates]
             stack = Stack(self.ends(), layers, self.width, self._angles, self._softcap)
             fits = self.lists and stack.agrees(self.forward, self.vocabulary, self.layers)
-        except (Unusual, AttributeError):  # a part that is not there
+        except (Unusual, AttributeError):  # a missing part
             fits = False
         self._stack = stack if fits else None
         return fits
 
     @torch.inference_mode()
     def _angles(self, count: int) -> Angles:
-        """For each type of layer, the rotary angles of the first `count` positions, as the decoder hands them over."""
+        """The rotary angles of the first `count` positions, by type of layer, as the decoder passes them."""
         pool = Pool(self.device, capacity=1)
         tokens = torch.zeros(1, count, dtype=torch.long)
         with pool.sequence([0]) as sequence:
@@ -163,13 +162,13 @@ class HFModel:
         return found
 
     def unfuse(self) -> None:
-        """Undo all three: give the model's weights memory of their own again, and their products to torch."""
+        """Undo all of these: the model's weights get memory of their own again, and torch computes the products."""
         self._products.undo()
         self._fusion.undo()
         self._exact = False
         self._stack = None
         if self._gates[0].run_compiled is not None:
-            self.compile_layers()  # what is compiled was made from the joined ones
+            self.compile_layers()  # compiled code was made from the fused modules
 
     def keep(self, layers: Sequence[int]) -> None:
         self.kept += tuple(layer for layer in layers if layer not in self.kept and layer < self.layers)
@@ -188,12 +187,12 @@ class HFModel:
 
     @cached_property
     def norm(self) -> str:
-        """The name, within the decoder, of what stands between the last layer and the output head."""
+        """The name, within the decoder, of the module between the last layer and the output head."""
         read: list[torch.Tensor] = []
         pool = Pool(self.device, capacity=16)
         stack, self._stack = self._stack, None
         with self._products.at_rest(), pool.sequence([1, 2, 3]) as sequence:
-            head = self._mirror.get_output_embeddings()  # the one that this forward uses on a GPU, and now on a CPU too
+            head = self._mirror.get_output_embeddings()  # the one that `forward` uses, on a GPU and on a CPU
             hook = head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
             try:
                 output = self.forward(pool, pool.place(sequence, chain(3, (), "")), logits=1)
@@ -210,12 +209,12 @@ class HFModel:
         )
 
     def _functions(self) -> AbstractContextManager[object]:
-        """What the mirror's functions are computed by."""
+        """The context in which the mirror runs: exact mode replaces functions of torch."""
         return ExactFunctions(self.name) if self._exact else nullcontext()
 
     @contextmanager
     def _parts(self, rows: Placed | FixedRows) -> Iterator[None]:
-        """What computes such rows. On a GPU those that are in a new place each time do not wait for compilers."""
+        """What computes these rows. On a GPU, rows outside static buffers do not wait for compilation."""
         if self.device.type != "cuda" or isinstance(rows, FixedRows):
             yield
             return
@@ -225,7 +224,7 @@ class HFModel:
     def room(self, position: int) -> int:
         room = self.context - 1 - position
         if self.turn is not None and position < self.turn:
-            # These models change all angles once any row passes the threshold, which plain decoding does later.
+            # These models change all angles once any row is past the threshold; plain decoding gets there later.
             room = min(room, self.turn - 1 - position)
         return max(room, 0)
 
@@ -252,11 +251,10 @@ class HFModel:
         asked = asked_rows(logits, len(rows), self.device)
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop
-        # A copy that is made here is such a tensor as layers leave, so nothing is compiled anew for it.
+        # A copy has the same layout as a layer's output, so nothing is compiled again for it.
         control.hidden = None if hidden is None else hidden[None].clone()
         control.cache = _FixedCache(pool, rows) if isinstance(rows, FixedRows) else _PoolCache(pool, rows)
-        control.compiled = compiled and pool.stored(start) is not None  # the first forward makes the storage
-        # Where logits are asked for: what stands behind the layers is not used otherwise.
+        control.compiled = compiled and pool.stored(start) is not None  # the first forward pass allocates storage
         control.steady = isinstance(rows, FixedRows) and rows.lists.exact and len(asked) > 0
         arguments: dict[str, Any] = {
             "input_ids": rows.tokens[None],
@@ -312,7 +310,7 @@ class HFModel:
         return output._replace(hidden=torch.cat([output.hidden, *(behind[layer] for layer in kept)], -1))
 
     def _masks(self, rows: Placed) -> dict[str, Mask]:
-        """For each type of layer, the mask [1, 1, rows, slots] of what a row sees there."""
+        """The attention mask [1, 1, rows, slots] by type of layer."""
         masks: dict[str, Mask] = {}
         for kind in self._kinds:
             sees = rows.sees
@@ -321,7 +319,7 @@ class HFModel:
                 sees = sees & (rows.positions[:, None] - rows.slot_positions < size)
             elif kind == CHUNKED and size:
                 sees = sees & (rows.positions[:, None] // size == rows.slot_positions // size)
-            if not self._own_attention:  # the model's own attention adds the mask to the scores
+            if not self._own_attention:  # the model's own attention adds the mask to its scores
                 sees = torch.zeros_like(sees, dtype=self.dtype).masked_fill(~sees, torch.finfo(self.dtype).min)
             masks[kind] = sees[None, None]
         return masks
@@ -341,14 +339,14 @@ class HFModel:
             raise UnsupportedModel(
                 f"{type(self._mirror).__name__} does not keep its {self.layers} layers in a list that Outpace can find."
             )
-        for child in decoder.children():  # norms, above all
+        for child in decoder.children():  # mainly norms
             if not isinstance(child, nn.ModuleList | nn.Embedding) and any(True for _ in child.parameters()):
                 child.forward = partial(self._control.run_steadily, child.forward)
 
     def _check(self) -> None:
-        """Run a small tree and the same tokens one path at a time; refuse a model where the two disagree.
+        """Run a small tree, and its tokens one path at a time; refuse the model if the results differ.
 
-        Architectures differ in ways that no attribute tells. A wrong mask would change the text, so look now.
+        Architectures differ in ways that no attribute shows, and a wrong mask would change the output.
         """
         text, left, right, other = (
             [token % self.vocabulary for token in tokens] for tokens in ((11, 23, 5, 17), (31, 8), (2, 47), (71, 26))
@@ -361,14 +359,14 @@ class HFModel:
         error = _disagreement(together, apart)
         if error < ROUNDING:
             return
-        # In few bits, rounding depends on how many rows a forward has. But tokens that a row must not see may be any.
+        # In 16 bits, rounding depends on the number of rows. But tokens that a row must not see may be arbitrary.
         rough = self.packed or torch.finfo(self.dtype).bits == 16
         slight, limit, most = (0.03, 0.05, 0.15) if rough else (ROUNDING, ROUNDING, 0.01)
         seen = _disagreement(together[:1], self._together(text, left, other)[:1])
-        if error >= limit:  # how much rounding does, one path shows token by token
+        if error >= limit:  # one path, token by token, shows how much rounding does
             alone = self._logits([*text, *left], chain(left[-1], (), "check"), chunk=1)[[-1]]
             limit = min(4 * _disagreement(apart[:1], alone), most)
-        if not (error < limit and seen < slight):  # also when one is NaN
+        if not (error < limit and seen < slight):  # also if one is NaN
             raise UnsupportedModel(
                 f"{type(self._mirror).__name__} gives other logits for several tokens at once than one by one "
                 f"(relative difference {error:.2g}; {seen:.2g} by tokens that are masked), so Outpace cannot "
@@ -376,7 +374,7 @@ class HFModel:
             )
 
     def _together(self, text: list[int], left: list[int], right: list[int]) -> torch.Tensor:
-        """The logits behind `left` and behind `right`, side by side; without branches, behind `left` alone."""
+        """The logits after `left` and after `right`, as two branches; without branches, after `left` alone."""
         if not self.branches:
             return self._logits(text, chain(text[-1], [*left, *right], "check"))[[len(left)]]
         tree = Tree(text[-1])
@@ -413,7 +411,7 @@ def attend(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of rows over the slots that each may see: the oracle for every faster kernel."""
+    """Attention of rows over the slots that each may see: the reference for every faster kernel."""
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
     if isinstance(attention_mask, SlotLists | Seen):
@@ -443,7 +441,7 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class _Mirror:
-    """Copies modules without their weights' storage: the copy shares every parameter."""
+    """Copies modules, sharing every parameter."""
 
     def __init__(self, attention: str) -> None:
         self._attention = attention
@@ -456,7 +454,7 @@ class _Mirror:
             return known
         twin = self._copies[id(module)] = copy.copy(module)
         twin._modules = {name: child and self.of(child) for name, child in module._modules.items()}
-        twin._buffers = dict(module._buffers)  # rotary tables may be replaced as they grow: not the user's
+        twin._buffers = dict(module._buffers)  # rotary tables may be replaced as they grow, but not the user's
         twin.training = False
         config = module.__dict__.get("config")
         if config is not None:
@@ -466,11 +464,11 @@ class _Mirror:
 
 
 class _Control:
-    """What the gates of one mirror read during a forward, and the hidden states they leave."""
+    """What the gates of one mirror read during a forward pass, and the hidden states that they keep."""
 
     def __init__(self, layers: int) -> None:
         self.last = layers - 1
-        self.kept: tuple[int, ...] = ()  # states behind these layers are left too
+        self.kept: tuple[int, ...] = ()  # hidden states after these layers are kept too
         self.clear()
 
     def clear(self) -> None:
@@ -484,9 +482,9 @@ class _Control:
         self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # wanted of each type of layer
 
     def run_steadily(self, run: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What stands outside of layers: in exact mode with rows of zeros, so that there are always as many.
+        """Run what is outside of layers; in exact mode padded with zeros to a fixed number of rows.
 
-        torch adds up a row's numbers in an order that depends on how many rows there are.
+        The order in which torch sums up a row depends on the number of rows.
         """
         if not self.steady:
             return run(states, *args, **kwargs)
@@ -498,7 +496,7 @@ class _Control:
 
 
 class _Gate(nn.Module):
-    """Stands before a decoder layer: runs it or not, with the mask that its type asks for."""
+    """Wraps a decoder layer: runs or skips it, and passes it the mask of its type."""
 
     def __init__(self, layer: nn.Module, index: int, kind: str, control: _Control) -> None:
         super().__init__()
@@ -512,11 +510,11 @@ class _Gate(nn.Module):
         self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
 
     def compile(self) -> None:
-        # Dynamic, so that one compilation serves all numbers of rows. Small kernels side by side are made one. Those
-        # that add up are not chosen by timing several, so that bits are the same in every process; nor are the others:
-        # that took time before the first step, and steps were no quicker for it.
+        # Dynamic, so that one compilation serves any number of rows. Independent small kernels are merged. Reductions
+        # are not autotuned, so that bits are the same in every process; nor are other kernels, because that delayed the
+        # first step and made no step faster.
         options: dict[str, Any] = {"combo_kernels": True, "deterministic": True, "triton.autotune_pointwise": False}
-        # Between kernels of ours that start early they do so too; not in layers of other kinds (`docs/design.md`).
+        # With our kernels' dependent launch, compiled ones use it too; not in other layers (`docs/design.md`).
         if any(isinstance(child, GatedMLP) for child in self.layer.children()):
             options["triton.enable_pdl"] = True
         self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
@@ -533,7 +531,7 @@ class _Gate(nn.Module):
             cosines, sines = kwargs["position_embeddings"]
             control.angles[self.kind] = cosines[0], sines[0]
         if self.index == 0 and control.hidden is not None:
-            hidden = control.hidden  # rows that come back from the middle: the embeddings are not needed
+            hidden = control.hidden  # rows that continue from a middle layer need no embeddings
         output: Any = (hidden,) if self.returns_tuple else hidden
         if control.start <= self.index < control.stop:
             mask = control.masks.get(self.kind)
@@ -556,27 +554,27 @@ class _Gate(nn.Module):
 
 
 def _known_floats() -> AbstractContextManager[object]:
-    """The first layer's floats are compiled as the numbers they are: as variables they have it traced twice.
+    """Compile the first layer's floats as constants: as variables they would cause a second trace.
 
-    Those of layers that differ from the first become variables when these are compiled.
+    If later layers have other values, these become variables then.
     """
     patch: AbstractContextManager[object] = torch._dynamo.config.patch(specialize_float=True)
     return patch
 
 
 class _PoolCache:
-    """The face that the pool shows to transformers' attention layers, for one forward."""
+    """The pool as transformers' attention layers see it (a Cache), for one forward pass."""
 
     is_compileable = False
 
     def __init__(self, pool: Pool, rows: Placed | FixedRows) -> None:
         self._pool = pool
         self.slots = rows.slots
-        self.seen = pool.used  # slots from here on hold nothing
+        self.seen = pool.used  # slots from here on are empty
         self.before = pool.used - len(rows)
 
     def enter(self, layer: int) -> None:
-        """The next `update` is of this layer."""
+        """The next `update` belongs to this layer."""
         self.layer = layer
         self.stored = self._pool.stored(layer)
 
@@ -602,11 +600,11 @@ class _PoolCache:
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [False]  # the pool keeps every position; windows are the masks' business
+        return [False]  # the pool keeps every position; masks implement sliding windows
 
 
 class _FixedCache(_PoolCache):
-    """The same for rows in fixed places: attention sees the whole pool, so nothing here depends on the step."""
+    """The same for rows in static buffers: attention gets the whole pool, so nothing here depends on the step."""
 
     def __init__(self, pool: Pool, rows: FixedRows) -> None:
         super().__init__(pool, rows)
@@ -618,7 +616,7 @@ class _FixedCache(_PoolCache):
 def _maps(module: nn.Module, given: torch.Tensor, expected: torch.Tensor) -> bool:
     try:
         found = module(given)
-    except Exception:  # some other module, which wants other things
+    except Exception:  # some other module with another signature
         return False
     return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.equal(found, expected)
 
@@ -652,15 +650,15 @@ def _takes_lists(model: PreTrainedModel, kinds: set[str]) -> bool:
 
 
 def _counts_slots(config: Any) -> bool:
-    """Whether a model takes distances from the places of keys in the cache (ALiBi, GPT-Neo's local layers).
+    """Whether a model derives distances from the keys' places in the cache (ALiBi, GPT-Neo's local layers).
 
-    Then slots must be in the order of the text, which a chain's are and a tree's are not.
+    Then slots must be in the order of positions, as a chain's are, and a tree's are not.
     """
     return bool(getattr(config, "alibi", False) or getattr(config, "attention_layers", None))
 
 
 def _dense_attention(model: PreTrainedModel) -> str:
-    """For models with attention code of their own: what they use now, if it takes a mask [rows, slots]."""
+    """For models with their own attention code: the implementation in use, if it takes a mask [rows, slots]."""
     used = str(model.config._attn_implementation)
     return used if used in ("eager", "sdpa") else "eager"
 
@@ -684,7 +682,7 @@ def _longrope_threshold(config: Any) -> int | None:
 
 
 def _disagreement(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The distance of two sets of logits, relative to how much the logits vary."""
+    """The distance of two sets of logits, relative to their spread."""
     found, expected = found.float(), expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
     return float((found - expected).norm() / spread)

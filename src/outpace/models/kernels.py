@@ -1,6 +1,6 @@
 """The Triton kernels of `attention`, `narrow`, `gated` and `best`, for GPUs and Triton's interpreter.
 
-Names in capitals are known when a kernel is compiled. Scores are in powers of two, so that exp2 serves.
+Names in capitals are compile-time constants. Scores are in base 2, for exp2.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Numbers that differ from step to step: without this a kernel is compiled anew where one is 1 or divisible by 16.
+# Arguments that change from step to step: without this, a kernel is compiled again if one is 1 or divisible by 16.
 VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count", "parts"]
-# Places in one box, one behind the other: the same, where one is not aligned to 16 bytes.
+# Pointers into one buffer: the same, if one is not aligned to 16 bytes.
 BOXED = ["length", "positions", "slots", "tree", "whose", "tiles"]
 
 
 @triton.jit
 def _wait(EARLY: tl.constexpr):
-    """Until the kernel before is done, which still runs where this one was started EARLY. Then the next may start."""
+    """With EARLY (programmatic dependent launch): wait for the kernel before, then let the next one start."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -24,7 +24,7 @@ def _wait(EARLY: tl.constexpr):
 
 @triton.jit
 def _fetch(weights, row, start, width, EARLY: tl.constexpr):
-    """Have EARLY lines (of 64 numbers) of these rows of weights, from `start` on, brought to the cache."""
+    """Prefetch EARLY cache lines (of 64 values) of these rows of weights, from `start` on."""
     if EARLY:
         place = row[:, None] * width + tl.minimum(start + tl.arange(0, EARLY) * 64, width - 1)[None, :]
         address = (weights + place).to(tl.int64)
@@ -46,7 +46,7 @@ def _scores(query, key, factor, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add(scores, value, peak, weight, total, PRECISION: tl.constexpr):
-    """One block of keys more, in a running softmax. Scores of keys that a row does not see are minus infinity."""
+    """Add one block of keys to a running softmax. Masked keys have a score of -inf."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     shares = tl.exp2(scores - base[:, None])
@@ -73,10 +73,10 @@ def _walk(
     AMONG: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over the keys in `listed` slots from `start` to `stop`; `slot` has the first block of them.
+    """A tile of rows over the keys in `listed` slots from `start` to `stop`; `slot` has the first block of slots.
 
-    Slots are read a block ahead, so that keys and values can be fetched while those before are multiplied. Where there
-    are no keys left, one is read again whose values are in order (`spare` is the slot of the first), and not seen.
+    Slots are read one block ahead, so that keys and values load while earlier ones are multiplied. Beyond the last key,
+    a valid slot (`spare`, that of the first key) is read and masked.
     """
     part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
@@ -95,7 +95,7 @@ def _walk(
         if AMONG:
             word = tl.load(tree + row * tree_row + block // 64, mask=real, other=0)
             sees = sees & (((word[:, None] >> (index % 64)[None, :]) & 1) != 0)
-            if PACKED:  # what other texts have there may be NaN, and zero times that, too
+            if PACKED:  # other sequences may have NaN there, and 0 × NaN is NaN
                 value = tl.where((tl.max(sees.to(tl.int32), 0) > 0)[:, None], value, 0.0).to(value.dtype)
             if WINDOW > 0:
                 position = tl.load(positions + index, mask=there, other=0)
@@ -120,9 +120,9 @@ def part(
 ):  # fmt: skip
     """A tile of rows over one split of `walk` positions: of the text, or (from `text_splits` on) of the rows.
 
-    No row sees a later one. PACKED: the rows are of several texts, and tables say which this tile has, and where the
-    rows of its text begin. It does one of PARTS of them. A split that the text does not reach has a peak of minus
-    infinity, and no sums.
+    No row attends to a later one. PACKED: the rows belong to several sequences, and tables give this tile's rows and
+    the first row of its sequence; it processes one of PARTS of them. A split beyond the sequence's end gets a maximum
+    of -inf, and no sums.
     """
     _wait(EARLY)
     unit, split = tl.program_id(1), tl.program_id(2)
@@ -193,7 +193,7 @@ def merge(
     sums, peaks, mixed, rows, heads, splits,
     SIZE: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and HEADS heads: all splits of each as one softmax."""
+    """One row and HEADS heads: merge all splits into one softmax."""
     _wait(EARLY)
     row, head = tl.program_id(0), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     part = tl.arange(0, PADDED)
@@ -213,7 +213,7 @@ def merge(
         higher = tl.maximum(peak, tl.max(peaks_here, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         fade, shares = tl.exp2(peak - base), tl.exp2(peaks_here - base[:, None])
-        used = peaks_here > float("-inf")  # the others have no sums, but whatever lay there
+        used = peaks_here > float("-inf")  # the sums of other splits are uninitialized
         weight = weight * fade + tl.sum(tl.where(used, weights, 0.0) * shares, 1)
         total = total * fade[:, None] + tl.sum(tl.where(used[:, :, None], totals, 0.0) * shares[:, :, None], 1)
         peak = higher
@@ -226,10 +226,10 @@ def merge(
 def _add_exactly(
     query, key, value, sees, factor, peak, weight, total, ones, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """One block of keys more in a running softmax, of those that a row sees.
+    """Add one block of keys to a running softmax, except masked ones.
 
-    Peaks are whole numbers: scaling by powers of two is exact, wherever the compiler joins a product and a sum. Weights
-    (the same in every column) are added up as values are, by a product with ones: alike in tiles of any size.
+    Maxima are rounded to integers: scaling by powers of two is exact, however the compiler contracts multiply-adds.
+    Weights (equal in every column) are summed like values, by a product with ones, so in the same order in any tile.
     """
     if SOFTCAP > 0:
         scores = _scores(query, tl.trans(key), factor, SOFTCAP, PRECISION)
@@ -249,14 +249,14 @@ def _add_exactly(
 
 @triton.jit
 def _column(weight):
-    """[rows] of weights that are the same in every column."""
+    """[rows] from weights that are equal in every column."""
     first = tl.arange(0, weight.shape[1]) == 0
     return tl.sum(tl.where(first[None, :], weight, 0.0), 1)
 
 
 @triton.jit
 def _fold(peak, weight, total, peak_more, weight_more, total_more):
-    """One part of a softmax more. A part without keys, whose peak is minus infinity, changes no bit."""
+    """Merge another part into a softmax. A part without keys, whose maximum is -inf, changes no bit."""
     higher = tl.maximum(peak, peak_more)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     fade, share = tl.exp2(peak - base), tl.exp2(peak_more - base)
@@ -275,9 +275,9 @@ def _walk_exactly(
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """What `_walk` does, of the text alone: a row sees what is before its `own` keys.
+    """As `_walk`, over cached tokens only: a row attends to everything before its `own` keys.
 
-    FOLD: every so many positions are added up by themselves first.
+    FOLD: the positions per split, each of which is summed separately first.
     """
     part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
@@ -322,10 +322,10 @@ def part_exactly(
     UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, INDEX: tl.constexpr, OWN: tl.constexpr, FOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over one split of `walk` positions of the text, of each row up to its last OWN keys.
+    """A tile of rows over one split of `walk` positions, for each row up to its last OWN keys.
 
-    PACKED: see `part`; the tile does one of `parts` of an entry. Where no row has keys, nothing is written: which
-    splits a row has follows from its position.
+    PACKED: see `part`; the tile processes one of `parts` of an entry. If no row has keys, nothing is written: a row's
+    splits follow from its position.
     """
     _wait(EARLY)
     unit, split = tl.program_id(1), tl.program_id(2)
@@ -368,7 +368,7 @@ def part_exactly(
 
 @triton.jit
 def _load_part(sums, peaks, weights, number, rows, heads, row, head, there, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """One part of a row as `part_exactly` has left it. Where none is `there` nothing was written."""
+    """One part of a row, as written by `part_exactly`. Where none is `there`, nothing was written."""
     part = tl.arange(0, PADDED)
     stored = (number * rows + row) * heads + head
     peak = tl.load(peaks + stored, mask=there, other=float("-inf"))
@@ -386,13 +386,13 @@ def merge_exactly(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and the heads of a key head: its last OWN keys, behind the text's splits as one softmax.
+    """One row and the heads of a key head: merge its splits and its last OWN keys into one softmax.
 
-    The splits of a group of TOGETHER are folded one after the other, then the groups, then the own keys. JOINED:
-    `part_exactly` has folded the splits of each group already. HEADS, a power of two, holds GROUP.
+    The splits of a group of TOGETHER are merged in order, then the groups, then the own keys. JOINED: `part_exactly`
+    has merged the splits of each group already. HEADS is GROUP rounded up to a power of two.
 
-    The own keys need nothing of the kernel before, so they are done while it runs. Nothing that is read until then may
-    come from the first cache, which could be older than what was written last.
+    The own keys do not depend on the kernel before, so they are processed while it runs. Nothing read until then may
+    come from the L1 cache, which could hold stale values.
     """
     row, unit = tl.program_id(0), tl.program_id(1)
     if PACKED:
@@ -431,7 +431,7 @@ def merge_exactly(
         tl.full([16], float("-inf"), tl.float32), tl.zeros([16, 16], tl.float32), tl.zeros([16, PADDED], tl.float32),
         tl.full([OWN, 16], 1.0, value.dtype), SOFTCAP, PRECISION,
     )  # fmt: skip
-    # The heads alone, without what fills up the tile: that is zero, and sees nothing.
+    # Only real heads, without the tile's padding.
     peak_own = tl.max(tl.reshape(peak_own, [16 // HEADS, HEADS]), 0)
     weight_own = tl.sum(tl.reshape(_column(weight_own), [16 // HEADS, HEADS]), 0)
     total_own = tl.sum(tl.reshape(total_own, [16 // HEADS, HEADS, PADDED]), 0)
@@ -476,16 +476,16 @@ def product(
     states, weights, bias, product, count, inputs, outputs, walk,
     TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Up to TILE rows by the weights of OUTPUTS outputs, plus their bias if it is not None.
+    """The product of up to TILE rows and the weights of OUTPUTS outputs, plus the bias if it is not None.
 
-    PARTED: the sum of parts, each over `walk` inputs.
+    PARTED: a sum of parts, each over `walk` inputs.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, TILE)
     place = tl.arange(0, BLOCK)
     real = (row < count)[None, :]
     total = tl.zeros([OUTPUTS, TILE], tl.float32)
-    before = tl.zeros([OUTPUTS, TILE], tl.float32)  # parts that are done
+    before = tl.zeros([OUTPUTS, TILE], tl.float32)  # the sum of finished parts
     _fetch(weights, output, 0, inputs, EARLY)
     _wait(EARLY)
     for start in range(0, inputs, BLOCK):
@@ -508,7 +508,7 @@ def split_product(
     states, weights, bias, sums, first_weight, count, inputs, outputs, walk,
     TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same for one tile of rows of several: PARTS parts, all there are, or one of those that `add_up` adds up.
+    """The same for one of several tiles of rows: all PARTS parts, or a single one, to be summed by `add_up`.
 
     States and weights are descriptors; what is missing of TILE rows they fill with zeros.
     """
@@ -532,7 +532,7 @@ def split_product(
 
 @triton.jit(do_not_specialize=["count"])
 def add_up(parts, bias, product, count, splits, outputs, PIECE: tl.constexpr, EARLY: tl.constexpr):
-    """A piece of a row: all its parts, plus the bias if it is not None."""
+    """Part of a row: the sum of its parts, plus the bias if it is not None."""
     _wait(EARLY)
     row, place = tl.program_id(0), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     there = place < outputs
@@ -555,7 +555,7 @@ def gated(
     states, weights, product, first_weight, count, inputs, outputs,
     TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows by the weights of OUTPUTS gates and of OUTPUTS outputs, which SiLU of the gates multiplies.
+    """SiLU(gate) × up for a tile of rows, with the weights of OUTPUTS gates and OUTPUTS outputs.
 
     States and weights are descriptors; what is missing of TILE rows they fill with zeros.
     """
@@ -569,7 +569,7 @@ def gated(
         value = states.load([tile, start]).T
         gate = tl.dot(weights.load([first, start]), value, gate)
         total = tl.dot(weights.load([outputs + first, start]), value, total)
-    rounded = product.dtype.element_ty  # as products are that are kept
+    rounded = product.dtype.element_ty  # rounded as stored products would be
     row, output = tile + tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
     place = product + row[None, :].to(tl.int64) * outputs + output[:, None]
     tl.store(place, _gate(gate.to(rounded), total.to(rounded)), mask=(row < count)[None, :])
@@ -577,7 +577,7 @@ def gated(
 
 @triton.jit
 def gate(products, gated, outputs, PIECE: tl.constexpr):
-    """A piece of a row of products, the gates first: SiLU of a gate times what it is for."""
+    """SiLU(gate) × up for part of a row of products, which has the gates first."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     there = place < outputs
     gate = tl.load(products + row * 2 * outputs + place, mask=there)
@@ -587,13 +587,13 @@ def gate(products, gated, outputs, PIECE: tl.constexpr):
 
 @triton.jit
 def highest(logits, highest, width, PART: tl.constexpr, EARLY: tl.constexpr):
-    """The highest logit of a part of a row, and its place, as one number: of two such numbers the higher is better."""
+    """The highest logit of part of a row and its index, as one sortable integer."""
     _wait(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
     place = part * PART + tl.arange(0, PART)
     logit = tl.load(logits + row.to(tl.int64) * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
-    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # there is a zero with a sign
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as whole numbers they are in the order of the floats
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # -0.0 counts as 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
     order = tl.where(logit != logit, 0x7FFFFFFF, order)
     number = (order.to(tl.int64) << 32) | (0x7FFFFFFF - place)
     tl.store(highest + row * tl.num_programs(1) + part, tl.max(number, 0))
@@ -601,7 +601,7 @@ def highest(logits, highest, width, PART: tl.constexpr, EARLY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def best(highest, found, rows, parts, PARTS: tl.constexpr, EARLY: tl.constexpr):
-    """The best of a row's parts: its place, and the logit."""
+    """The best of a row's parts: its index, and the logit."""
     _wait(EARLY)
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)

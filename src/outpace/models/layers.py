@@ -1,7 +1,7 @@
-"""Decoder layers of the usual kind with packed weights, a whole step in one call of `layers.cpp`.
+"""Decoder layers of the common form with packed weights: a whole forward pass in one call of `layers.cpp`.
 
-Thirty small layers are hundreds of calls of torch a step, which take longer than the products. What a layer computes is
-found out by its parts' names and by trying: `Stack.agrees` compares every layer with the model's own.
+Thirty small layers are hundreds of torch calls per step, which take longer than the products. What a layer computes is
+inferred from the names of its parts and verified: `Stack.agrees` compares every layer with the model's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .exact import seen_by
 from .packed import BLOCK, LANES, PackedEmbedding, PackedLinear, Weights, library
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # norms before and behind both parts
+AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # norms before and after both parts
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 NORMED = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -29,8 +29,8 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.silu,
     lambda states: F.gelu(states, approximate="tanh"),
 )
-POSITIONS = 1024  # whose angles are known at first
-ROUNDING = 0.02  # what a different rounding does to a layer: a code of 8 bits more or less here and there
+POSITIONS = 1024  # initial size of the rotary tables
+ROUNDING = 0.02  # tolerance for a layer: rounding may change an 8-bit code here and there
 
 Angles = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each type of layer, cosines and sines [positions, rotated]."""
@@ -75,7 +75,7 @@ class _Step(ctypes.Structure):
 
 
 class Unusual(Exception):
-    """Something is not as layers.cpp has it."""
+    """layers.cpp does not support this."""
 
 
 class Stack:
@@ -89,7 +89,7 @@ class Stack:
         angles: Callable[[int], Angles],
         softcap: float = 0.0,
     ) -> None:
-        """`layers`: each with its type and window. `angles` says those of the first so many positions.
+        """`layers`: each with its type and window. `angles(count)` are the rotary angles of the first positions.
 
         `softcap` is that of logits; 0: none.
         """
@@ -97,14 +97,14 @@ class Stack:
         if not isinstance(embed, PackedEmbedding) or not isinstance(head, PackedLinear) or width % BLOCK:
             raise Unusual("its ends are not packed")
         self.embed, self.width, self.outputs = embed, width, head.out_features
-        self._kept: list[object] = [embed, head]  # what C++ points to
+        self._kept: list[object] = [embed, head]  # objects that C++ has pointers to
         self._kinds = list(dict.fromkeys(kind for _, kind, _ in layers))
         self._layers = (_Layer * len(layers))(*(self._layer(*layer) for layer in layers))
         weight, epsilon = self._norm(norm, width)
         self._stack = _Stack(self._layers, len(layers), width, weight, head.weights(), epsilon, softcap)
         self._angles = angles
-        self._known = 0  # positions whose angles are
-        self._pool: tuple[Any, ...] = ()  # storage that is pointed to, and the pointers
+        self._known = 0  # positions in the rotary tables
+        self._pool: tuple[Any, ...] = ()  # the pool's storage, and the pointers to it
 
     def _layer(self, layer: Any, kind: str, window: int) -> _Layer:
         parts, attention, mlp = set(layer._modules), layer.self_attn, layer.mlp
@@ -150,7 +150,7 @@ class Stack:
         return found
 
     def _norm(self, norm: Any, size: int) -> tuple[int, float]:
-        """Where the factors of an RMS norm lie, and its epsilon. What they are is found by trying."""
+        """The pointer to an RMS norm's factors, and its epsilon. The factors are found by trying the norm."""
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if epsilon is None:
             raise Unusual(f"a norm {type(norm).__name__}")
@@ -202,7 +202,7 @@ class Stack:
         return self._turned
 
     def agrees(self, general: Callable[..., Output], vocabulary: int, layers: int) -> bool:
-        """Whether every layer, and what stands behind the last, is what the model's own modules compute."""
+        """Whether every layer, and what follows the last, computes what the model's own modules compute."""
         text = [token % vocabulary for token in range(5, 5 + 3 * 24, 3)]
         pools = [Pool("cpu", capacity=32) for _ in range(2)]
         with pools[0].sequence(text) as theirs, pools[1].sequence(text) as mine:

@@ -1,4 +1,4 @@
-"""From a name to a model: embedded, a folder, a GGUF file, or a hub id."""
+"""Loading a model by name: embedded, a folder, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def load(
 ) -> Loaded:
     """A model and its tokenizer. By default float32 on a CPU, bfloat16 on a GPU if there is one.
 
-    "fastest" measures which of the two this CPU computes in less time. The text may depend on it.
-    `weights` is one of WEIGHTS: with packed or rounded weights it is another model than with all their digits, and
-    every method writes its text.
+    "fastest" measures which of the two is faster on this CPU. The output may depend on it.
+    `weights` is one of WEIGHTS. A model with packed or rounded weights is not the same model as one with full
+    precision; every method generates the output of the one that is loaded.
     """
     if weights is not None and weights not in WEIGHTS:
         raise UnknownNameError("weights", weights, WEIGHTS)
@@ -74,16 +74,16 @@ def load(
 
 
 def usual_weights(name: str, dtype: str | None, device: str | None, runtime: str) -> str | None:
-    """The weights to write with where none are asked for: those of an embedded model stay packed on a CPU.
+    """The default weights: those of an embedded model stay packed on a CPU.
 
-    They are several times as fast there. What measures or trains loads all their digits, as transformers does.
+    They are several times as fast there. Benchmarks and training load full precision, as transformers does.
     """
     plain = dtype is None and runtime == "auto" and products.compiler() is not None
     return PACKED if plain and name in bundled.NAMES and resolve_device(device).type == "cpu" else None
 
 
 def _gguf(name: str, weights: str | None) -> File | None:
-    """The GGUF file that is asked for, if it is one."""
+    """The GGUF file, if the name is one."""
     if name in bundled.NAMES:
         return File(bundled.ensure_gguf(name)) if weights == PACKED else None
     path = Path(name).expanduser()
@@ -95,7 +95,7 @@ def _gguf(name: str, weights: str | None) -> File | None:
 
 
 def _load_packed(name: str, file: File) -> Loaded:
-    """A GGUF file as it is; of architectures that are not read so, unpacked and rounded."""
+    """A GGUF file with packed weights; for unsupported architectures, unpacked and rounded."""
     if file.architecture in packing.ARCHITECTURES:
         folder = bundled.ensure(name) if name in bundled.NAMES else packing.prepared(file)
         return Loaded(packing.read_packed(file, folder), _tokenizer(name, folder))
@@ -106,7 +106,7 @@ def _load_packed(name: str, file: File) -> Loaded:
 
 
 def _load_unpacked(file: File, kind: torch.dtype, place: torch.device) -> Loaded:
-    """All numbers of a GGUF file."""
+    """A GGUF file in full precision."""
     source = {"gguf_file": file.path.name, "dtype": kind, **bundled.dequantize_option()}
     try:
         model = AutoModelForCausalLM.from_pretrained(str(file.path.parent), **source)
@@ -120,7 +120,7 @@ def _load_numbers(name: str, kind: torch.dtype, place: torch.device) -> Loaded:
     adapter = read_adapter(Path(folder))
     if adapter is not None:
         return _load_adapter(name, Path(folder), adapter, kind, place)
-    local = Path(folder).is_dir()  # else transformers asks the hub about optional files of a folder
+    local = Path(folder).is_dir()  # otherwise transformers asks the hub for optional files of a folder
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=local)
     except Exception as error:
@@ -142,7 +142,7 @@ def _tokenizer(name: str, folder: str | Path) -> Any:
 
 
 def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """A model with an adapter (LoRA) that lies in a folder, and the tokenizer beside it, or the model's own."""
+    """A model with a LoRA adapter from a folder, and the tokenizer there, or the model's own."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -160,7 +160,7 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, device
 
 
 def hide_bars() -> None:
-    """Keep transformers' progress bars off the screen from now on."""
+    """Hide transformers' progress bars from now on."""
     logging.disable_progress_bar()
 
 
@@ -171,7 +171,7 @@ def _reason(error: Exception) -> str:
 
 
 def as_model(source: str | PreTrainedModel | Model, like: Model) -> Model:
-    """A second model to run beside `like`: named, loaded, or adapted already."""
+    """A second model to run beside `like`: by name, loaded, or already wrapped."""
     if isinstance(source, PreTrainedModel):
         return HFModel(source)
     if isinstance(source, str):
@@ -183,7 +183,7 @@ def as_model(source: str | PreTrainedModel | Model, like: Model) -> Model:
 
 
 def resolve_device(device: str | None) -> torch.device:
-    """The device by name; None for a GPU where there is one."""
+    """The device by name; None for a GPU if there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -213,7 +213,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
 
 @torch.inference_mode()
 def product_time(dtype: torch.dtype) -> float:
-    """Seconds that this CPU takes for a product of one row, and one of eight, with 16 million weights."""
+    """Seconds that this CPU takes to multiply one row, and eight rows, with 16 million weights."""
     weights = torch.ones(4096, 4096, dtype=dtype)
     seconds = list[float]()
     for rows in (torch.ones(count, 4096, dtype=dtype) for count in (1, 8)):

@@ -1,13 +1,13 @@
-"""Products for GPUs: kernels that stream the weights.
+"""Linear layers on GPUs for few rows: kernels that stream the weights.
 
-cuBLAS splits products with few outputs into parts, and adds these up by a second kernel. Where rows are few, one
-program for every 64 outputs is quicker: there is nothing to add up. Where they are more, on large GPUs that fetch tiles
-by descriptors, programs share the inputs of an output too, as far as that keeps all multiprocessors busy.
+cuBLAS splits the inputs of products with few outputs, and sums the parts in a second kernel (split-K). For few rows,
+one program per 64 outputs is faster, since there is nothing to sum. For more rows, on GPUs with tensor descriptors,
+programs share the inputs of an output too, as far as that keeps all multiprocessors busy.
 
-A row has the same bits beside any number of rows: an output is always the sum of the same parts of the inputs
-(`parts_of`), each added up in the same order. One program may do all parts of an output, or one each: that is no matter
-of bits, nor is how many rows and outputs a program has. Beyond 128 rows cuBLAS is as quick or quicker; a product that
-is `always` ours is so there too.
+A row has the same bits in a batch of any size: an output is always the sum of the same parts of the inputs
+(`parts_of`), each summed in the same order. Whether one program computes all parts of an output or only one makes no
+difference to the bits, nor do its numbers of rows and outputs. Beyond 128 rows cuBLAS is as fast or faster, and used
+unless `always` is set.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.nn import functional as F
 from .launching import SPARE, device_of, early, fetches_tiles
 
 FEW_ROWS = 32
-MOST_ROWS = 128  # beyond, cuBLAS is as quick or quicker; and the most of one program
-OUTPUTS = 64  # of one program; of some twice as many
-BLOCK = 128  # inputs at a time; of those half as many
-STAGES = 6  # blocks that are on their way or at work
-SHARING_STAGES = 4  # the same, where two programs share a multiprocessor
-INPUTS = 2048  # for each program at least, where several share them
-BUSY = 2 / 3  # of the multiprocessors
-PROCESSORS = 132  # that parts are made for: bits depend on it, and on INPUTS
-WIDE = 128  # outputs of a program, where there are many: of outputs, or of rows
-PIECE = 1024  # of a row, where parts are added up
+MOST_ROWS = 128  # per program; beyond, cuBLAS is as fast or faster
+OUTPUTS = 64  # per program; WIDE for some
+BLOCK = 128  # inputs at a time; half as many for those
+STAGES = 6  # pipeline stages
+SHARING_STAGES = 4  # the same, if two programs share a multiprocessor
+INPUTS = 2048  # the least per program, if several share an output
+BUSY = 2 / 3  # the least share of busy multiprocessors
+PROCESSORS = 132  # multiprocessors that parts are made for: bits depend on it, and on INPUTS
+WIDE = 128  # outputs per program, if there are many outputs or rows
+PIECE = 1024  # values per program that sums parts
 
 
 class NarrowLinear(nn.Module):
-    """Stands where a Linear was, with its weights."""
+    """Takes the place of a Linear, with its weights."""
 
     def __init__(self, linear: nn.Linear, always: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class NarrowLinear(nn.Module):
 
 
 def fits(linear: nn.Linear) -> bool:
-    """Whether the kernels take it: 16 bits on a GPU, whole blocks, places that 32 bits can count."""
+    """Whether the kernels support it: 16 bits on a GPU, sizes in whole blocks, offsets within 32 bits."""
     weight = linear.weight
     return (
         weight.device.type == "cuda"
@@ -77,9 +77,9 @@ def _(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, alw
 
 
 def parts_of(outputs: int, inputs: int, processors: int = PROCESSORS) -> tuple[int, int]:
-    """How many outputs a program of up to MOST_ROWS rows has, and how many programs share their inputs.
+    """The outputs per program of up to MOST_ROWS rows, and how many programs share their inputs.
 
-    0 where too few multiprocessors would be busy.
+    0 if too few multiprocessors would be busy.
     """
     choices = [
         (each, min(processors * each // outputs, inputs // INPUTS))
@@ -91,13 +91,13 @@ def parts_of(outputs: int, inputs: int, processors: int = PROCESSORS) -> tuple[i
 
 
 def walk_of(outputs: int, inputs: int) -> int:
-    """The inputs of one part: for any number of rows, and on any device."""
+    """The inputs of one part, for any number of rows and on any device."""
     _, parts = parts_of(outputs, inputs)
     return -(-inputs // BLOCK // max(parts, 1)) * BLOCK
 
 
 def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same by one kernel, for up to FEW_ROWS rows."""
+    """The same with one kernel, for up to FEW_ROWS rows."""
     from . import kernels
 
     outputs, inputs = weight.shape
@@ -122,7 +122,7 @@ def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def launch_tiles(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same by tiles of up to MOST_ROWS rows. Up to so many rows, each part of the inputs has its own programs."""
+    """The same in tiles of up to MOST_ROWS rows. With a single tile, each part of the inputs has its own programs."""
     from triton import cdiv, next_power_of_2
     from triton.tools.tensor_descriptor import TensorDescriptor
 

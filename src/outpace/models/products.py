@@ -1,10 +1,10 @@
-"""Products of a few rows, for CPUs in float32: a few rows at little more than the price of one.
+"""Linear layers on CPUs in float32: a few rows at little more than the cost of one.
 
-BLAS libraries pack all weights anew for each product of more than one row, which costs more than the product.
-`products.cpp` reads weights where they lie, and gives a row the same bits whatever rows are beside it. Beyond 32 rows
-the product is left to BLAS, but in exact mode.
+BLAS libraries repack all weights for each product of more than one row, which costs more than the product itself.
+`products.cpp` reads weights in place, and gives a row the same bits in any batch. Beyond 32 rows BLAS takes over,
+except in exact mode.
 
-The system's C++ compiler builds it at first use, with `exact.cpp`; the result is kept in the user's cache.
+The system's C++ compiler builds it at first use, with `exact.cpp`; the library is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ REMEDY = f"Install a C++ compiler (g++ or clang++), or {WITHOUT}."
 
 
 class Products:
-    """The products that are replaced in one mirror."""
+    """The replaced modules of one mirror."""
 
     def __init__(self) -> None:
         self._done: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, what was there
 
     def replace(self, mirror: nn.Module, always: bool = False) -> int:
-        """Replace all that we have code for; says how many modules are. The weights stay where they are.
+        """Replace all modules that we have code for; returns how many. The weights stay in place.
 
-        `always`: on a GPU ours compute any number of rows, so that a row has the same bits beside any others.
+        `always`: on a GPU ours compute any number of rows, so that a row has the same bits in any batch.
         """
         for owner in list(mirror.modules()):
             for name, child in owner._modules.items():
@@ -61,7 +61,7 @@ class Products:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Meanwhile, every module is back where it was."""
+        """A context in which every module is back in its place."""
         ours = [owner._modules[name] for owner, name, _ in self._done]
         for owner, name, child in self._done:
             owner._modules[name] = child
@@ -79,7 +79,7 @@ class Products:
 
 
 class _Product(nn.Module):
-    """Stands where a Linear was, with its weights."""
+    """Takes the place of a Linear, with its weights."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _linear_for(linear: nn.Linear, always: bool) -> nn.Module | None:
 
 @functools.cache
 def load() -> None:
-    """Make `torch.ops.outpace.linear` and the operators of exact mode known, once in a process."""
+    """Register `torch.ops.outpace.linear` and the operators of exact mode, once per process."""
     path = build(folder())
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ def load() -> None:
 
 
 def folder() -> Path:
-    """Where what was built is kept."""
+    """Where built libraries are kept."""
     return user_cache_path("outpace", appauthor=False) / "products"
 
 
@@ -148,7 +148,7 @@ def build(
     flags: Sequence[str] = FLAGS,
     torch_too: bool = True,
 ) -> Path:
-    """The library, built if it is not in the folder yet. Its name says what it was built from, with and for.
+    """The library, built if it is not in the folder yet. Its name is a hash of sources, compiler and CPU.
 
     `torch_too`: whether it calls torch.
     """
@@ -159,7 +159,7 @@ def build(
             f"{' or '.join(compilers)}. {REMEDY}"
         )
     root = Path(torch.__file__).parent
-    # The compiler's macros name its version and every instruction set that it found in this processor.
+    # The compiler's macros name its version and every instruction set of this processor.
     macros = _run(found, *flags, "-E", "-dM", "-x", "c++", os.devnull)
     texts = [source.read_text() for source in (*headers, *sources)]
     parts = (*texts, macros, *((torch.__version__, str(root)) if torch_too else ()), found, *flags)
