@@ -1,15 +1,15 @@
-"""Lookahead Parallelism: the rows of a draft dealt out to several processes ("ranks"), each with a whole model.
+"""Lookahead Parallelism: the rows of a draft are split among several processes ("ranks"), each with a whole model.
 
     torchrun --nproc-per-node 4 script.py          decoder = outpace.parallel.load(..., method="lookahead", window=28)
 
 Every rank drafts the same tree, computes a part of it that is closed under ancestors, and chooses tokens as far down as
-it has the rows. Then all tell each other, in one exchange of integers, the best token of each row and what they chose.
-From there on every rank knows what one process would know: the verdict, the next draft and the text are the same
-everywhere. Keys and values stay where they were computed. Accepted rows that a rank did not compute are text that it
-has not computed yet, and go along with its next step.
+it has rows. In one all-gather of integers the ranks then exchange the argmax of each row and their choices. After it
+every rank knows what a single process would know: the verdict, the next draft and the output are the same everywhere.
+Keys and values are not exchanged. Accepted rows that a rank did not compute count as tokens without cached keys and
+values, and are computed along with its next step.
 
-A rank that raises an error tells the others at once. One that dies or hangs ends the run on all others with an error
-that names it, within `timeout` seconds.
+A rank that raises an error tells the others at once. If one dies or hangs, all others raise an error that names it,
+within `timeout` seconds.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from .runtime.plain import Asking, Engine, See
 from .text import TextStream
 
 TIMEOUT = 120.0
-BOX = 256  # integers of an exchange: a kilobyte from each rank. What does not fit goes in a second one
-PATIENCE = 0.8  # of the timeout: then a rank stops waiting, and all that are left tell each other who is there
-FAREWELL = 1.0  # seconds that a rank with an error waits for the others to hear of it
-PROBE = 64  # rows that are computed by every rank when it joins, to compare models
+BOX = 256  # integers per exchange: a kilobyte from each rank. What does not fit goes into a second one
+PATIENCE = 0.8  # share of the timeout after which a rank stops waiting, and the roll call starts
+FAREWELL = 1.0  # seconds that a rank with an error waits for the others to learn of it
+PROBE = 64  # rows that every rank computes when it joins, to compare models
 
 
 class Stage(IntEnum):
-    """Where in the work a rank is."""
+    """What a rank is exchanging."""
 
     JOINING = 0
     BEGINNING = 1
@@ -59,21 +59,21 @@ class Stage(IntEnum):
 
 
 _WHERE = {Stage.JOINING: "joining", Stage.BEGINNING: "beginning a text", Stage.WRITING: "within a text"}
-_HEAD = 3  # integers of a box before the numbers: the stage, what it is about, how many numbers
+_HEAD = 3  # integers of a box's header: the stage, its argument, how many numbers follow
 
 
 class Ranks:
-    """The processes that torchrun started, as seen by one of them.
+    """The process group started by torchrun, as seen by one rank.
 
-    What they exchange are integers that the host needs. So they go by gloo on every device: nccl would copy them to
-    the GPU and back, and waits for them by looking every millisecond.
+    Ranks exchange integers that the host needs, so they use gloo on every device: NCCL would copy them to the GPU and
+    back, and polls only every millisecond.
     """
 
     def __init__(self, timeout: float) -> None:
         if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
             raise InputError(f"timeout={timeout!r} must be a number of seconds above 0, and finite.")
         self.timeout = timeout
-        self._lost = ""  # why nothing more can be exchanged
+        self._lost = ""  # why no more exchanges are possible
         try:
             if not dist.is_initialized():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
@@ -87,11 +87,11 @@ class Ranks:
             raise self._lose(f"not all ranks were there within {timeout:g} s ({_reason(error)}).") from error
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.exchanges = 0
-        self.numbers = 0  # that this rank had to tell, all exchanges together
+        self.numbers = 0  # integers that this rank has sent so far
         self._store = _get_default_store()
 
     def gather(self, stage: Stage, about: int, numbers: Sequence[int]) -> list[list[int]]:
-        """Tell all ranks some numbers, and hear theirs, by rank. All must be at the same stage, `about` the same."""
+        """Exchange numbers with all ranks; returns them by rank. All must be at the same stage, `about` the same."""
         self.numbers += len(numbers)
         room = BOX - _HEAD
         boxes = self._exchange(_box(stage, about, numbers))
@@ -113,7 +113,7 @@ class Ranks:
         return told
 
     def compare(self, stage: Stage, **values: object) -> None:
-        """Raise RankError, on all ranks, where a value is not the same on all."""
+        """Raise RankError on all ranks if a value is not the same on all."""
         told = self.gather(stage, 0, [_digest(value) for value in values.values()])
         for place, name in enumerate(values):
             others = [str(rank) for rank, digests in enumerate(told) if digests[place] != told[0][place]]
@@ -123,21 +123,21 @@ class Ranks:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the other ranks of an error in the block: they would wait for this one."""
+        """A context that tells the other ranks of an error inside it, so that they do not wait for this one."""
         try:
             yield
         except RankError:
-            raise  # all know, or nobody can be told
+            raise  # all ranks know, or none can be told
         except (Exception, KeyboardInterrupt) as error:
-            if not vars(error).get("told"):  # by a block within
+            if not vars(error).get("told"):  # by an inner context
                 vars(error)["told"] = True
                 self._tell(f"{type(error).__name__}: {error}")
             raise
 
     def _tell(self, error: str) -> None:
-        """Say in the place of the next exchange that there will be none. If all ranks say so, they are still together.
+        """Announce the error in place of the next exchange. If all ranks do so, they are still in step.
 
-        Whoever comes to that exchange after this process has ended finds it in torch's store.
+        A rank that gets to that exchange after this process has ended finds the error in torch's store.
         """
         if self._lost:
             return
@@ -147,7 +147,7 @@ class Ranks:
         try:
             boxes = self._all_gather(_box(Stage.FAILED, 0, error.encode()[: BOX - _HEAD]), FAREWELL)
         except RuntimeError:
-            boxes = []  # nobody was there in time
+            boxes = []  # no rank was there in time
         if boxes and all(box[0] == Stage.FAILED for box in boxes):
             self._store.delete_key(key)
         else:
@@ -165,7 +165,7 @@ class Ranks:
         return found
 
     def _all_gather(self, numbers: Sequence[int], patience: float) -> list[list[int]]:
-        """What each rank has to say, or RuntimeError after so many seconds."""
+        """The boxes of all ranks, or RuntimeError after `patience` seconds."""
         mine = torch.tensor(numbers, dtype=torch.int32)
         theirs = [torch.empty_like(mine) for _ in range(self.count)]
         work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
@@ -175,7 +175,7 @@ class Ranks:
         return found
 
     def _roll_call(self, deadline: float, reason: str) -> str:
-        """Find out who is missing: all who wait in vain say so, and whoever has not by the deadline is gone."""
+        """Find out who is missing: every waiting rank reports, and those that have not by the deadline are lost."""
         missing = set(range(self.count)) - {self.rank}
         try:
             self._store.set(f"outpace: {self.rank} waits", "")
@@ -185,7 +185,7 @@ class Ranks:
                         return f"rank {rank} has failed: {self._store.get(f'outpace: {rank} failed').decode()}"
                 missing -= {rank for rank in missing if self._store.check([f"outpace: {rank} waits"])}
                 sleep(0.02)
-        except RuntimeError:  # the store went with rank 0, or with torchrun. Rank 0 may have heard all and left
+        except RuntimeError:  # the store ended with rank 0 or torchrun; rank 0 may have finished the roll call
             missing = {0} if 0 in missing else missing
         if not missing:
             return (
@@ -197,7 +197,7 @@ class Ranks:
         return f"{who} not answer any more (seen from rank {self.rank}, timeout {self.timeout:g} s): dead, or too slow."
 
     def _leave(self) -> None:
-        """End the connection in good order, while Python still runs. What waits for a lost rank would be waited for."""
+        """Close the process group while Python still runs, unless a rank is lost, for which it would wait."""
         if dist.is_initialized() and not self._lost:
             dist.destroy_process_group()
 
@@ -207,34 +207,34 @@ class Ranks:
 
 
 class ParallelEngine(Engine):
-    """An engine that computes this rank's share of each draft, and hears the rest from the others."""
+    """An engine that computes this rank's share of each draft, and gets the rest from the others."""
 
     def __init__(self, engine: Engine, ranks: Ranks, picker: Picker | None = None) -> None:
         self.engine = engine
         self.ranks = ranks
-        self.picker = picker  # of the text that is written
+        self.picker = picker  # of the current sequence
         self.model, self.pool, self.compiled = engine.model, engine.pool, engine.compiled
         self.turns = engine.turns
-        self.costs = None  # what a share costs was not measured
+        self.costs = None  # the cost of a share is not measured
         self.name = f"{engine.name}, {ranks.count} ranks"
 
     def for_one_text(self, picker: Picker | None = None) -> Engine:
         return ParallelEngine(self.engine.for_one_text(picker), self.ranks, picker)
 
     def scoring(self, sequence: Text, draft: Draft, see: See | None = None) -> Asking[Scores]:
-        """Scores with the best token of every row and the target's choices. Logits stay on the rank that has them."""
+        """Scores with the argmax of every row and the target's choices. Logits stay on the rank that computed them."""
         shares = deal(draft, self.ranks.count)
         share = shares[self.ranks.rank]
         scores = yield from self.engine.scoring(sequence, _part(draft, share))
         sequence.share = share
         about = _digest((draft.tokens, draft.parents))
         best, chosen = [0] * len(draft), dict[int, int]()
-        # One round, but where two ranks round a near-tie differently: then the path may lead where nobody has gone yet.
+        # One round, unless two ranks round a near-tie differently: then the path may lead to rows not chosen from yet.
         while not _reaches_an_end(draft, chosen):
             mine = self._choose(draft, share, scores, sequence.tokens, chosen)
             pairs = [number for pair in mine.items() for number in pair]
             told = self.ranks.gather(Stage.WRITING, about, [*scores.best, *pairs])
-            for rows, numbers in reversed([*zip(shares, told, strict=True)]):  # the first rank that has a row decides
+            for rows, numbers in reversed([*zip(shares, told, strict=True)]):  # the first rank with a row decides
                 for row, token in zip(rows, numbers, strict=False):
                     best[row] = token
                 pairs = numbers[len(rows) :]
@@ -245,7 +245,7 @@ class ParallelEngine(Engine):
     def _choose(
         self, draft: Draft, share: Sequence[int], scores: Scores, text: Sequence[int], chosen: Mapping[int, int]
     ) -> dict[int, int]:
-        """By row, what the target chooses beyond what is `chosen`, as far down as this rank has the rows."""
+        """The target's choices by row, beyond those already `chosen`, as far down as this rank has rows."""
         assert self.picker is not None
         places = {row: place for place, row in enumerate(share)}
         found: dict[int, int] = {}
@@ -256,7 +256,7 @@ class ParallelEngine(Engine):
                 proposals = [(draft.tokens[child], draft.proposal(child)) for child in draft.children[row]]
                 try:
                     found[row] = self.picker.choose_after(places[row], scores, prefix, proposals)
-                except InvalidLogits:  # perhaps beyond the end of the text: then nobody will ask
+                except InvalidLogits:  # perhaps beyond the end of the sequence, where it does not matter
                     found[row] = NOTHING
             token = chosen.get(row, found.get(row, NOTHING))
             prefix.append(token)
@@ -265,13 +265,12 @@ class ParallelEngine(Engine):
 
 
 class ParallelDecoder(Decoder):
-    """A decoder that writes together with those of the other ranks. All must be asked for the same, in the same order.
+    """A decoder that works together with those of the other ranks. All must get the same calls, in the same order.
 
-    Lookahead and prompt-lookup can be dealt out; without a method it is lookahead. A user's logits processors cannot,
-    because they may keep state.
+    It supports lookahead (the default) and prompt-lookup, and no logits processors, because these may keep state.
     """
 
-    _grows = False  # ranks have computed different rows of the last one
+    _grows = False  # ranks have computed different rows of the last sequence
 
     def __init__(self, decoder: Decoder, ranks: Ranks) -> None:
         vars(self).update(vars(decoder))
@@ -291,7 +290,7 @@ class ParallelDecoder(Decoder):
             )
 
     def prepare(self, method: str | Method, **settings: object) -> Method:
-        """As `Decoder.prepare`, for methods whose drafts can be dealt out."""
+        """As `Decoder.prepare`, for methods whose drafts can be split."""
         ready = super().prepare(method, **settings)
         if not ready.dealt:
             raise InputError(
@@ -302,7 +301,7 @@ class ParallelDecoder(Decoder):
         return ready
 
     def request(self, prompt: Any, **options: Any) -> tuple[Request, TextStream | None]:
-        """As `Decoder.request`. All ranks must ask for the same."""
+        """As `Decoder.request`. All ranks must pass the same."""
         request, text = super().request(prompt, **options)
         if request.sampling.processors:
             names = ", ".join(type(item).__name__ for item in request.sampling.processors)
@@ -337,7 +336,7 @@ class ParallelDecoder(Decoder):
             yield from super()._stream(request, text)
 
     def batch(self, most: int = MOST) -> Batch:
-        """Refused: ranks hold different rows, so they would pack different forwards."""
+        """Not supported: ranks hold different rows, so they would build different batches."""
         raise InputError("batches are not supported on several ranks. Give one prompt at a time.")
 
 
@@ -349,27 +348,27 @@ def load(
     timeout: float = TIMEOUT,
     **options: Any,
 ) -> ParallelDecoder:
-    """`outpace.load` in a program that torchrun started, each rank on a GPU of its own where there are any."""
+    """`outpace.load` in a program started by torchrun, each rank on its own GPU if there are any."""
     if isinstance(model, str | PathLike):
         device = device or local_device()
     return join(load_decoder(model, tokenizer, device=device, **options), timeout)
 
 
 def join(decoder: Decoder, timeout: float = TIMEOUT) -> ParallelDecoder:
-    """The decoder, to write together with the other ranks. A rank that is silent for `timeout` seconds is an error."""
+    """A parallel decoder from this rank's decoder. A rank that is silent for `timeout` seconds is an error."""
     return ParallelDecoder(decoder, Ranks(timeout))
 
 
 def local_device() -> str | None:
-    """The GPU for this rank; None where there is no GPU."""
+    """This rank's GPU; None if there is none."""
     return f"cuda:{dist.get_node_local_rank(0)}" if torch.cuda.is_available() else None
 
 
 def deal(draft: Draft, count: int) -> list[tuple[int, ...]]:
-    """For each of `count` ranks its rows of the draft: all rows are dealt out, and each goes with its ancestors.
+    """Split a draft among `count` ranks: every row goes to some rank, together with its ancestors.
 
-    Paths go out in the order of the tree, so that neighbours share their beginning. The largest share is as small as
-    that allows.
+    Paths are dealt in the order of the tree, so that paths with a common prefix stay together. The largest share is as
+    small as that order allows.
 
     >>> from .draft import Tree
     >>> tree = Tree(7)
@@ -382,7 +381,7 @@ def deal(draft: Draft, count: int) -> list[tuple[int, ...]]:
     for row in range(1, len(draft)):
         below[draft.parents[row]].append(row)
     leaves: list[int] = []
-    sizes: list[tuple[int, int]] = []  # of each leaf's path: rows that the path before it has not, and all rows
+    sizes: list[tuple[int, int]] = []  # of each leaf's path: rows not shared with the path before it, and all rows
     waiting, seen = [0], 0
     while waiting:
         row = waiting.pop()
@@ -394,7 +393,7 @@ def deal(draft: Draft, count: int) -> list[tuple[int, ...]]:
         waiting += reversed(below[row])
 
     def cut(most: int) -> list[int]:
-        """The leaf that each share begins with, if none may be larger than that."""
+        """The first leaf of each share, if no share may have more than `most` rows."""
         starts = [0]
         size = 0
         for leaf, (more, alone) in enumerate(sizes):
@@ -404,7 +403,7 @@ def deal(draft: Draft, count: int) -> list[tuple[int, ...]]:
                 size = alone
         return starts
 
-    low, high = max(max(draft.depths) + 1, -(-len(draft) // count)), len(draft)  # the longest path goes to one rank
+    low, high = max(max(draft.depths) + 1, -(-len(draft) // count)), len(draft)  # a path is not split
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
@@ -434,7 +433,7 @@ def _part(draft: Draft, rows: Sequence[int]) -> Draft:
 
 
 def _reaches_an_end(draft: Draft, chosen: Mapping[int, int]) -> bool:
-    """Whether the path of the choices ends at a choice that no row carries."""
+    """Whether the path of the choices ends at a choice that no row has."""
     row: int | None = 0
     while row is not None and row in chosen:
         row = draft.child(row, chosen[row])
@@ -442,7 +441,7 @@ def _reaches_an_end(draft: Draft, chosen: Mapping[int, int]) -> bool:
 
 
 def _probe(engine: Engine) -> list[int]:
-    """What the model says after each token of a fixed text."""
+    """The model's argmax after each token of a fixed sequence."""
     model = engine.model
     count = min(PROBE, model.room(0) + 1)
     text = [(7 + 31 * place) % model.vocabulary for place in range(count)]
@@ -455,7 +454,7 @@ def _digest(value: object) -> int:
 
 
 def _box(stage: Stage, about: int, numbers: Sequence[int]) -> list[int]:
-    """What a rank says in an exchange, as far as it fits."""
+    """A rank's message in an exchange, as far as it fits."""
     said = [stage, about, len(numbers), *numbers[: BOX - _HEAD]]
     return [*said, *[0] * (BOX - len(said))]
 
