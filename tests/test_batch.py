@@ -32,6 +32,7 @@ from outpace import (
     Sampling,
     SelfSpeculative,
     Step,
+    Swift,
 )
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
@@ -58,6 +59,7 @@ def methods_for(model: Any) -> list[Method]:
         Medusa(heads=heads["medusa"], rows=8),
         DraftModel(model=tiny("Llama", seed=5), length=3),
         SelfSpeculative(length=3),
+        Swift(length=3, confidence=0.01),
         Hydra(heads=heads["hydra"], rows=8),
     ]
     return [ready.prepare(method) for method in found]

@@ -19,6 +19,7 @@ from outpace import (
     PromptLookup,
     Sampling,
     SelfSpeculative,
+    Swift,
 )
 from outpace.draft import chain, extended
 
@@ -31,6 +32,7 @@ METHODS: list[Method] = [
     PromptLookup(rows=8),
     Jacobi(window=3),
     SelfSpeculative(length=2),
+    Swift(length=2),
 ]
 PERSON = {
     "type": "object",
@@ -55,8 +57,8 @@ def test_every_method_writes_the_same(grammar: Grammar | None, sampling: Samplin
         assert result.token_ids == results[0].token_ids, result.method
         chances = [entry.chance for entry in results[0].logprobs]
         assert [entry.chance for entry in result.logprobs] == pytest.approx(chances, abs=1e-4)
-    batch = decoder().generate(["hello"] * 5, method=METHODS, **options)
-    assert [result.token_ids for result in batch] == [results[0].token_ids] * 5
+    batch = decoder().generate(["hello"] * len(METHODS), method=METHODS, **options)
+    assert [result.token_ids for result in batch] == [results[0].token_ids] * len(METHODS)
     assert decoder().engine.pool.held == 0
 
 

@@ -27,6 +27,7 @@ from outpace import (
     PromptLookup,
     Sampling,
     SelfSpeculative,
+    Swift,
 )
 from outpace.models.toy import Bigram
 
@@ -59,6 +60,7 @@ def methods_for(name: str) -> dict[str, Method]:
         "exits": AdaDecode("original", exits="1, 3", control="fixed", gamma=0.2),
         "exits in a tree": AdaDecode("original", exits="2", control="tree", rows=8),
         "self-speculative": SelfSpeculative(exit=2, length=3),
+        "swift": Swift(length=3, confidence=0.01),
     }
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Method,
         PromptLookup,
         SelfSpeculative,
+        Swift,
         UnverifiedAdaDecode,
     )
     from .options import BatchOptions, Options
@@ -74,6 +75,7 @@ _HOMES = {
         "Method",
         "PromptLookup",
         "SelfSpeculative",
+        "Swift",
         "UnverifiedAdaDecode",
     ),
     "options": ("BatchOptions", "Options"),
@@ -114,6 +116,7 @@ __all__ = [
     "Scores",
     "SelfSpeculative",
     "Step",
+    "Swift",
     "Tree",
     "UnknownNameError",
     "UnsupportedModel",

@@ -362,6 +362,15 @@ class Pool:
         sequence.slots.extend(slots)
         return rows
 
+    def place_again(self, sequence: Sequence, count: int) -> Rows:
+        """The last `count` computed tokens as rows once more, with slots of their own, which await a verdict."""
+        start, stop = len(sequence.slots) - count, len(sequence.slots)
+        sequence.drafted = self.allocate(count)
+        among = np.tri(count, dtype=np.bool_)
+        return self._rows(
+            sequence.slots[:start], sequence.tokens[start:stop], range(start, stop), sequence.drafted, among
+        )
+
     def extend(self, sequence: Sequence) -> None:
         """Give a slot to one more row of a drafted chain."""
         sequence.drafted += self.allocate(1)

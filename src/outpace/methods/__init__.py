@@ -16,6 +16,7 @@ from .jacobi import Jacobi
 from .lookahead import Lookahead
 from .medusa import Medusa
 from .prompt_lookup import PromptLookup
+from .swift import Swift
 
 DEFAULT = "auto"
 METHODS: dict[str, type[Method]] = {
@@ -33,6 +34,7 @@ METHODS: dict[str, type[Method]] = {
         AdaDecode,
         UnverifiedAdaDecode,
         SelfSpeculative,
+        Swift,
         Auto,
     )
 }
@@ -91,6 +93,7 @@ __all__ = [
     "Method",
     "PromptLookup",
     "SelfSpeculative",
+    "Swift",
     "UnverifiedAdaDecode",
     "make",
 ]
