@@ -38,6 +38,14 @@ def train(
     settings: Annotated[
         list[str], typer.Option("--set", metavar="KIND.NAME=VALUE", help="A setting of the heads. May be repeated.")
     ] = [],  # noqa: B006
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train heads further instead of new ones: a folder with a subfolder for each kind, such as the --out "
+            "of an earlier training.",
+            show_default=False,
+        ),
+    ] = None,
     updates: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 0,
     minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = 0.0,
     tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 16384,
@@ -90,7 +98,7 @@ def train(
     from ..chart import check_plot, print_accuracies, print_confidence, progress_bar, save_accuracies
     from ..heads.storing import check_bits
     from ..training.data import read_prompts
-    from ..training.run import CHECKPOINT, Answers, make_heads, open_out
+    from ..training.run import CHECKPOINT, Answers, make_heads, open_out, start_from
     from ..training.run import answers as get_answers
     from ..training.run import train as run
     from ..training.team import Team
@@ -108,16 +116,21 @@ def train(
     open_out(out, resume, () if force else kinds)  # before anything that takes long
     decoder, loaded = load_both(model, dtype, device or team.device)
     ends = decoder.model.ends()
-    heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
+    if start is None:
+        heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
+    else:
+        heads = {kind: start_from(start / kind, decoder.model, kind, chosen[kind]) for kind in kinds}
     with progress_bar("answering", team.leads) as show:
         written = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team, judged)
     made_by = {"prompts": prompts.name if prompts else "own", **asdict(how)}
+    earlier = {"start": str(start)} if start else {}
     try:
         with progress_bar("training", team.leads) as show:
             found = run(
                 *(loaded, decoder.model, heads, written, plan, out),
                 resume=resume,
-                made_by=made_by,
+                made_by={**made_by, **earlier},
+                fit=start is None,
                 show=show,
                 team=team,
                 bits=bits,

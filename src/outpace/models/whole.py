@@ -121,7 +121,6 @@ class _Texts:
         self.cache.layers = [_Growing(most, self.at) for _ in layers_of(model)]
         self.takes = inspect.signature(model.forward).parameters
         self.fixed = "position_ids" in self.takes and _sees_all(model)
-        self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def read(self) -> None:
         """Prefill, and each text's first token."""
@@ -139,13 +138,13 @@ class _Texts:
                 self._take(self._logits(self.newest, self.mask[:, :shown].long(), self.positions))
             return
         self._step()  # as it is: nothing may be set up for the first time while a graph is captured
-        if self.memory is None or count == 1:
+        if not self.at.is_cuda or count == 1:
             for _ in range(count - 1):
                 self._step()
             return
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.chance)
-        with torch.cuda.graph(graph, pool=self.memory):
+        with torch.cuda.graph(graph):
             self._step()
         for _ in range(count - 1):
             graph.replay()

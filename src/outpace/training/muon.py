@@ -30,20 +30,18 @@ class Muon(torch.optim.Optimizer):
                 if matrix.grad is not None:
                     alike[matrix.shape].append(matrix)
             for shape, matrices in alike.items():
-                steps = orthogonal(torch.stack([self._direction(matrix, group["momentum"]) for matrix in matrices]))
+                steps = orthogonal(torch.stack(self._directions(matrices, group["momentum"])))
                 size = AS_ADAM * max(shape) ** 0.5
-                for matrix, step in zip(matrices, steps, strict=True):
-                    matrix.add_(step, alpha=-group["lr"] * size)
+                torch._foreach_add_(matrices, [*steps], alpha=-group["lr"] * size)
 
-    def _direction(self, matrix: torch.Tensor, momentum: float) -> torch.Tensor:
-        """The gradient and its running mean, as Nesterov has it."""
-        gradient = matrix.grad
-        assert gradient is not None
-        state = self.state[matrix]
-        if "mean" not in state:
-            state["mean"] = torch.zeros_like(matrix)
-        state["mean"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(state["mean"], momentum)
+    def _directions(self, matrices: list[torch.Tensor], momentum: float) -> tuple[torch.Tensor, ...]:
+        """The gradients, each with its running mean, as Nesterov has it."""
+        gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
+        for matrix in matrices:
+            self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
+        means = [self.state[matrix]["mean"] for matrix in matrices]
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        return tuple(torch._foreach_lerp(gradients, means, momentum))
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..decoder import Decoder
 from ..errors import InputError, UnknownNameError
 from ..heads import TRAINABLE, BlockHeads, ExitHeads, Heads
 from ..heads.blocks import BlockShape
-from ..heads.storing import Stored, fingerprint, save
+from ..heads.storing import Stored, fingerprint, load, save
 from ..heads.trees import best_tree
 from ..models.adapter import Ends
 from ..models.whole import last_layers, layer_sizes, layers_of
@@ -70,6 +70,21 @@ def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -
     heads = TRAINABLE[kind](complete, BlockShape(**layer_sizes(model)))
     heads.begin_from(ends.norm, last_layers(model, 2))
     return heads
+
+
+def start_from(folder: Path, model: Any, kind: str, settings: Mapping[str, Any]) -> Heads:
+    """Trained heads, to be trained further. `model` is the adapted target. Settings cannot change."""
+    found, _ = load(folder, model, TRAINABLE)
+    if found.kind != kind:
+        raise InputError(f"{folder} has {found.kind} heads, not {kind}. Name the folder that contains {kind}.")
+    stored = asdict(found.settings)
+    for name, value in asdict(replace(found.settings, **settings)).items():
+        if value != stored[name]:
+            raise InputError(
+                f"{kind}.{name}={value}: the heads in {folder} have {stored[name]}, and training further cannot change "
+                "it. Leave out this setting, or --start."
+            )
+    return found
 
 
 def answers(
@@ -261,14 +276,15 @@ def train(
     show: Show = lambda share, text: None,
     team: Team | None = None,
     bits: int = 16,
+    fit: bool = True,
 ) -> Trained:
-    """Train heads together and write each to its folder in `out`."""
+    """Train heads together and write each to its folder in `out`. `fit`: whether they are new."""
     checkpoint = open_out(out, resume)
     trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan, team)
     if checkpoint.exists():
         trainer.resume(checkpoint)
     with noted_interrupts() as stopping:
-        trainer.run(texts.learnt, show, checkpoint, texts.held_out, stopping)
+        trainer.run(texts.learnt, show, checkpoint, texts.held_out, stopping, fit)
     accuracies = trainer.accuracies(texts.held_out)
     judged = trainer.accuracies(texts.judged) if texts.judged else {}
     base = fingerprint(adapted)

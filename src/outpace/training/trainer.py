@@ -33,7 +33,7 @@ from .data import Batch, Text, batches
 from .muon import Muon
 from .team import Team
 
-CHUNK = 4096  # positions whose logits are there at a time
+CHUNK = 8192  # positions whose logits are there at a time
 RANKS = 10  # guesses of a head that are counted
 POINTS = 8  # of the curve of accuracies by time
 MEASURED = 65536  # held-out places that accuracies are measured on
@@ -130,13 +130,14 @@ class Trainer:
         checkpoint: Path | None = None,
         held_out: Sequence[Text] = (),
         stopping: Callable[[], bool] = lambda: False,
+        fit: bool = True,
     ) -> None:
-        """Train until the plan's end. `show` is told the share done and the losses.
+        """Train until the plan's end. `show` is told the share done and the losses; `fit` new heads beforehand.
 
         Where it is `stopping`, it saves a checkpoint after the update that runs, and raises KeyboardInterrupt.
         On the way it is measured a few times how often guesses are right on held-out texts.
         """
-        if self.progress.update == 0:
+        if self.progress.update == 0 and fit:
             for part in self.heads.values():
                 part.fit(self._examples(part, texts), self.ends)
                 self.team.agree(part.parameters())
@@ -278,12 +279,12 @@ class Trainer:
                     if missing:
                         weight[-missing:] = 0.0
                     places = self._behind(part, head, chosen)
-                    logits = self._logits(part, head, learnt[name].states[head, places])
+                    logits = self._logits(part, head, learnt[name].states[head].index_select(0, places))
                     losses = self._loss(logits, *aim, self.plan.hard)
                     loss = (losses * weight).sum() / counts[name][head]
                     totals[name][head] += loss.detach() / weights[name][head].amax().clamp(min=1e-9)
                     if isinstance(part, BlockHeads) and number == 0:
-                        doubts = learnt[name].doubts[head, places]
+                        doubts = learnt[name].doubts[head].index_select(0, places)
                         loss = loss + self._doubt(part, head, logits, doubts, aim.best, weight > 0)
                     torch.autograd.backward(loss)
         return totals
