@@ -3,6 +3,7 @@
     python scripts/steps.py one      --model DIR --data FILE --times 8   one text: where a step's time goes, by method
     python scripts/steps.py together --model DIR --data FILE --times 8   4, 16 and 64 texts at the same time
     python scripts/steps.py auto     --model DIR --data FILE --times 8   `auto` beside plain decoding, by task
+    python scripts/steps.py exact    --model DIR --data FILE --times 8   `auto` in exact mode beside fast mode
     python scripts/steps.py sampling --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
     python scripts/steps.py ablate   --model DIR --data FILE --times 1   tokens per step, without one source or another
 
@@ -67,7 +68,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
             heads[kind] = widen_ready(ready, arguments.times)
     model = widen(small, arguments.times) if arguments.times > 1 else small.to("cuda", DTYPE)
     start = time.perf_counter()
-    decoder = Decoder(model, tokenizer, Autoregressive(), exact=arguments.exact)
+    decoder = Decoder(model, tokenizer, Autoregressive(), exact=arguments.exact, memory=arguments.memory)
     decoder.generate("Hello", max_new_tokens=1, raw=not tokenizer.chat_template)
     print(decoder.engine.name)
     print(f"first token {time.perf_counter() - start:.1f} s after load, compilation and capture included")
@@ -407,6 +408,38 @@ def together(arguments: argparse.Namespace) -> None:
     CONSOLE.print(f"times {arguments.times}, {arguments.tokens} tokens", table)
 
 
+def exact(arguments: argparse.Namespace) -> None:
+    """Both modes take turns: the same prompts, one after the other or so many at a time."""
+    decoders: dict[str, tuple[Decoder, dict[str, Method]]] = {}
+    arguments.only = arguments.only or ["auto"]
+    for mode in ("fast", "exact"):
+        arguments.exact, arguments.memory = mode == "exact", 0.4
+        decoder, methods, _ = prepare(arguments)
+        decoders[mode] = decoder, methods
+    prompts = prompts_of(decoder, arguments, 24)[:64]
+    table = Table("method", "texts", "fast, tokens/s", "exact, tokens/s", "exact / fast", "same text, exact", "fast")
+    for name in methods:
+        for most in arguments.texts:
+            some = prompts[: most if most > 1 else 6 * arguments.each]
+            speeds: dict[str, list[float]] = {mode: [] for mode in decoders}
+            for turn in range(arguments.turns + 1):  # the first time graphs are captured
+                for mode, (decoder, methods) in decoders.items():
+                    written, spent = written_together(decoder, methods[name], some, most, arguments.tokens)
+                    if turn:
+                        speeds[mode].append(sum(map(len, written)) / spent)
+            fast, slow = (statistics.median(speeds[mode]) for mode in ("fast", "exact"))
+            same = []
+            for mode in ("exact", "fast"):
+                decoder, methods = decoders[mode]
+                few = some[: 6 * arguments.each]
+                alone, _ = written_together(decoder, methods["plain"], few, 1, arguments.tokens)
+                beside, _ = written_together(decoder, methods[name], some, most, arguments.tokens)
+                same.append(f"{sum(map(list.__eq__, alone, beside))} of {len(few)}")
+            table.add_row(name, str(most), f"{fast:.0f}", f"{slow:.0f}", f"{slow / fast:.3f}", *same)
+            print(f"{name}, {most} texts: exact / fast {slow / fast:.3f}", flush=True)
+    CONSOLE.print(f"times {arguments.times}, {arguments.tokens} tokens, exact and fast mode in turns", table)
+
+
 def steady(decoder: Decoder, method: Method, prompts: list[list[int]], tokens: int) -> float:
     """Tokens/s from when all texts are being written until the first one ends."""
     decoder.ends, ends = [], decoder.ends
@@ -466,7 +499,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", OutpaceWarning)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["one", "auto", "ablate", "together", "sampling"])
+    parser.add_argument("what", choices=["one", "auto", "ablate", "together", "exact", "sampling"])
     parser.add_argument("--model", required=True, help="the embedded model's folder")
     parser.add_argument("--gguf", type=Path, nargs="+", help="pieces of its file, to make the folder from")
     parser.add_argument("--data", type=Path, required=True, help="Spec-Bench's question file")
@@ -477,6 +510,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="plain, and methods that begin so")
     parser.add_argument("--block", help="a folder of block heads, where none are shipped")
     parser.add_argument("--exact", action="store_true", help="in exact mode")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the free memory for the KV cache")
+    parser.add_argument("--turns", type=int, default=3, help="for exact: how often each is timed")
     parser.add_argument("--runtime", default="plain", help="without a GPU")
     parser.add_argument("--temperature", type=float, default=0.0, help="for auto")
     parser.add_argument("--host", action="store_true", help="also with the host between the verbs of a step")
