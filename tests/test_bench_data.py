@@ -16,6 +16,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "rag": {"question_id": 1, "category": "rag", "turns": ["Why?"]},
     "chat": {"question_id": 2, "category": "writing", "turns": ["Write.", "Write again."]},
     "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": ""},
+    "infilling": {"task_id": "a/0", "prompt": "def f():\n", "suffix": "    return x\n", "entry_point": "f"},
     "gsm8k": {"question": "1 + 1?", "answer": "#### 2"},
     "mbpp": {"task_id": 11, "prompt": "Write a function.", "code": "", "test_list": []},
     "classeval": {"task_id": "ClassEval_0", "skeleton": "class A:\n", "class_name": "A"},
@@ -33,6 +34,8 @@ def test_formats_are_known_by_their_content(tmp_path: Path, task: str, packed: b
     questions = read_questions(path)
     assert [(question.task, question.number) for question in questions] == [(task, number) for number in range(3)]
     assert len(questions[0].turns) == (2 if task == "chat" else 1)
+    if task == "infilling":
+        assert questions[0].turns[0].endswith("def f():\n# to be written\n    return x\n")
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_lookahead_stopped_and_gone_on(folder: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr("outpace.bench.entries.Ours.run", None)  # nothing is measured again
     assert PAPERS["lookahead"](lab(folder, place)) == found
     assert {file: file.read_text() for file in place.iterdir()} == whole
-    speeds, sampling, settings, law = found.tables
+    speeds, sampling, settings, law, devices = found.tables
     assert [row[0] for row in speeds.rows] == ["chat", "summary", "math", "code", "all"]
     assert speeds.claims[0].holds is True
     assert [claim.holds for claim in sampling.claims[:2]] == [True, True]
@@ -134,6 +134,8 @@ def test_lookahead_stopped_and_gone_on(folder: Path, tmp_path: Path, monkeypatch
     assert sum("100.0 / 100.0 / 100.0" in row for row in sampling.rows) >= 6
     assert {row[0] for row in settings.rows} == set(lookahead.TABLE_3)
     assert len(law.rows) == len(found.plots[0].lines["N = 3, measured"]) + len(found.plots[0].lines["N = 5, Eq. 7"])
+    assert [row[0] for row in devices.rows] == ["1", "2", "4", "8"]
+    assert devices.claims[0].holds is None  # it is predicted
     assert 0 <= min(seen) <= max(seen) < 1
     page = found.save(tmp_path, stem("lookahead", "/a/Tiny_Model", Decoder(tiny("Llama"))), "the command")
     assert page.name == "lookahead-tiny-model-cpu.md"

@@ -1,14 +1,15 @@
-"""Questions to measure on: our own, or files of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP and ClassEval.
+"""Questions to measure on: our own, or files of Spec-Bench, MT-Bench, HumanEval, its infilling, GSM8K, MBPP, ClassEval.
 
 A file is JSON lines or one JSON list, gzipped or not. Its kind is recognized by its entries:
 
     turns, category           Spec-Bench, MT-Bench    task: chat, translation, summarization, qa, math_reasoning, rag
     question, answer          GSM8K                   gsm8k
+    prompt, suffix            HumanEval infilling     infilling
     prompt, entry_point       HumanEval               humaneval
     prompt or text, test_list MBPP                    mbpp
     skeleton                  ClassEval               classeval
 
-Prompts are used as they are in the file.
+Prompts are used as they are in the file; for infilling, the gap is marked, and a sentence asks to fill it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 from ..errors import InputError, UnknownNameError
 from .prompts import PROMPTS
 
+_GAP = "# to be written"
+_FILL = f"Write the part of this Python code that belongs in place of the line `{_GAP}`:\n\n"
 _SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")  # its other categories are MT-Bench's
 
 
@@ -122,6 +125,9 @@ def _question(entry: Any, place: str) -> Question:
         category = str(entry["category"])
         task = category if category in _SPEC_BENCH else "chat"
         return Question(task, 0, tuple(_checked(turn, "turns", place) for turn in turns), _references(entry))
+    if "prompt" in entry and "suffix" in entry:
+        before, after = (_checked(entry[name], name, place) for name in ("prompt", "suffix"))
+        return Question("infilling", 0, (f"{_FILL}{before}{_GAP}\n{after}",), _references(entry, "canonical_solution"))
     for task, text, mark, reference in (
         ("humaneval", "prompt", "entry_point", "canonical_solution"),
         ("mbpp", "prompt", "test_list", "code"),
@@ -132,9 +138,9 @@ def _question(entry: Any, place: str) -> Question:
         if text in entry and mark in entry:
             return Question(task, 0, (_checked(entry[text], text, place),), _references(entry, reference))
     raise InputError(
-        f"{place}: this is not an entry of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval: it has "
-        f"{', '.join(map(str, entry)) or 'nothing'}. Expected turns and category; question and answer; prompt and "
-        "entry_point; prompt and test_list; or skeleton."
+        f"{place}: this is not an entry of Spec-Bench, MT-Bench, HumanEval, its infilling, GSM8K, MBPP or ClassEval: "
+        f"it has {', '.join(map(str, entry)) or 'nothing'}. Expected turns and category; question and answer; prompt "
+        "and suffix; prompt and entry_point; prompt and test_list; or skeleton."
     )
 
 

@@ -22,7 +22,8 @@ def bench(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A file of Spec-Bench, MT-Bench, HumanEval, GSM8K, MBPP or ClassEval. Default: 48 built-in prompts.",
+            help="A file of Spec-Bench, MT-Bench, HumanEval (also infilling), GSM8K, MBPP or ClassEval. Default: 48 "
+            "built-in prompts.",
             show_default=False,
         ),
     ] = None,

@@ -26,7 +26,7 @@ KINDS = {  # the papers' data sets by task, of our own prompts and of public fil
     "chat": ("chat",),
     "summary": ("summary", "summarization"),
     "math": ("math", "math_reasoning", "gsm8k"),
-    "code": ("code", "humaneval", "mbpp", "classeval"),
+    "code": ("code", "humaneval", "mbpp", "infilling", "classeval"),
 }
 PLAIN = "plain"
 

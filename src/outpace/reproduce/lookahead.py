@@ -6,15 +6,19 @@ The paper's figures are those of LLaMA-2-7B-Chat on one A100.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from ..methods import Lookahead, Method, PromptLookup
 from .findings import Claim, Findings, Plot, Table, at_most, everywhere, falling, number
 from .lab import KINDS, PLAIN, ByRule, Found, Lab, same_text
 from .rouge import Rouge, mean, rouge
-from .scaling import Point, fit, straight
+from .scaling import Fit, Point, fit, price, share, straight
 
 PAPER = "Lookahead Decoding (arXiv 2402.02057)"
 ON_TASKS = {"chat": 1.64, "math": 1.89, "code": 2.25}  # MT-Bench, GSM8K, HumanEval
+ON_DATA = {"mbpp": 1.87, "infilling": 1.55}  # of the tasks of a kind, those with a figure of their own
+ON_DEVICES = {1: (1.64, 2.25), 8: (2.05, 3.87)}  # MT-Bench, HumanEval
+DEVICES = (1, 2, 4, 8)
 ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speedup, tokens per step
 BATCHES = {3: (1, 2, 4, 8, 15), 5: (1, 2, 4, 8, 15)}  # N: the values of W = G that the scaling law is fitted to
 MOST_ON_CPU = 40  # the most rows of window and n-grams, (W + G)(N - 1), on a CPU, where they cost time
@@ -47,8 +51,8 @@ def reproduce(lab: Lab) -> Findings:
     """Everything in the paper that one device can show."""
     lab.parts = 4
     tasks, sampling = _tasks(lab), _sampling(lab)
-    settings, law, plot = _settings(lab)
-    return Findings(PAPER, lab.about(), [tasks, sampling, settings, law], [plot])
+    settings, law, devices, plot = _settings(lab)
+    return Findings(PAPER, lab.about(), [tasks, sampling, settings, law, devices], [plot])
 
 
 def _tasks(lab: Lab) -> Table:
@@ -62,7 +66,7 @@ def _tasks(lab: Lab) -> Table:
     found = lab.measure("lookahead-tasks", entries, lab.tasks())
     rows = []
     for task in [*found.tasks, ""]:
-        paper = next((value for kind, value in ON_TASKS.items() if task in KINDS[kind]), None)
+        paper = ON_DATA.get(task) or next((value for kind, value in ON_TASKS.items() if task in KINDS[kind]), None)
         figures = [f"{number(found.steps(label, task))}, {number(found.speed(label, task), '×')}" for label in methods]
         beside = number(found.figure("speed_to_transformers", SIZED, task), "×")
         rows.append([task or "all", *figures, beside, number(paper, "×") if paper else ""])
@@ -166,11 +170,11 @@ TABLE_3: dict[str, tuple[float | None, float | None]] = {
 }
 
 
-def _settings(lab: Lab) -> tuple[Table, Table, Plot]:
-    """Table 3, and the scaling law on the same runs."""
+def _settings(lab: Lab) -> tuple[Table, Table, Table, Plot]:
+    """Table 3, and on the same runs the scaling law and the speed on several devices."""
     width = wide(lab)
     grid = [(n, b) for n, sizes in BATCHES.items() for b in sizes if not lab.cpu or 2 * b * (n - 1) <= MOST_ON_CPU]
-    law: dict[str, Method | str] = {f"({n}, {b}, {b})": published(n, b, b) for n, b in grid}
+    law_methods: dict[str, Method | str] = {f"({n}, {b}, {b})": published(n, b, b) for n, b in grid}
     methods: dict[str, Method | str] = {
         LOOKUP: PromptLookup(priced=False, tree=False),
         TREE: PromptLookup(priced=False),
@@ -179,7 +183,8 @@ def _settings(lab: Lab) -> tuple[Table, Table, Plot]:
         EVEN: published(5, width, width),
         POOLED: published(5, width, width, prompt_pool=True),
     }
-    found = lab.measure("lookahead-settings", lab.ours({**methods, **law}), lab.tasks("chat"), each=2 * lab.scale.each)
+    entries = lab.ours({**methods, **law_methods})
+    found = lab.measure("lookahead-settings", entries, lab.tasks("chat"), each=2 * lab.scale.each)
     rows = [
         [
             label,
@@ -209,7 +214,9 @@ def _settings(lab: Lab) -> tuple[Table, Table, Plot]:
     )
     table = Table("Settings of N, W and G (the paper's Table 3)", columns, rows, claims, note)
     points = [Point(n, b, _rows(found, f"({n}, {b}, {b})"), found.steps(f"({n}, {b}, {b})") or 1.0) for n, b in grid]
-    return table, *_law(points)
+    law = fit(points)
+    scaling, plot = _law(points, law)
+    return table, scaling, _devices(found, [*methods, *law_methods], width, law), plot
 
 
 def _rows(found: Found, label: str) -> float:
@@ -217,8 +224,38 @@ def _rows(found: Found, label: str) -> float:
     return float(sum(run["rows"] for run in runs) / sum(run["steps"] for run in runs))
 
 
-def _law(points: Sequence[Point]) -> tuple[Table, Plot]:
-    law = fit(points)
+def _devices(found: Found, labels: Sequence[str], width: int, law: Fit) -> Table:
+    """Lookahead Parallelism, from the tokens per step and the prices of steps that were measured on one device."""
+    known: dict[int, list[float]] = {1: [1.0]}  # by rows, the time of a step where plain decoding's is 1
+    for label in labels:
+        steps, speed = found.steps(label), found.speed(label)
+        if steps and speed:
+            known.setdefault(round(_rows(found, label)), []).append(steps / speed)
+    prices = [(count, fmean(times)) for count, times in known.items()]
+    measured, alone = found.steps(POOLED) or 1.0, law.tokens(5, width)
+    rows = []
+    for devices in DEVICES:
+        cells = [str(devices)]
+        for size in (width, width * devices):
+            most = share(5, size, size, devices)
+            tokens = measured * law.tokens(5, size) / alone
+            cells += [str(most), number(tokens), number(tokens / price(prices, most), "×")]
+        paper = ON_DEVICES.get(devices)
+        rows.append([*cells, " / ".join(f"{value:.2f}×" for value in paper) if paper else ""])
+    columns = ["devices"]
+    for what in (f"W = G = {width}", f"W = G = {width} a device"):
+        columns += [f"{what}: rows of a device", "tokens/step", "speed, predicted"]
+    note = (
+        f"*Predicted, not measured*: tokens per step are those of (5, {width}, {width}) with the prompt as reference, "
+        "for wider windows scaled by Eq. 7; a step takes as long as one of that many rows takes here, interpolated, "
+        "without the exchange between devices. The paper's are MT-Bench's and HumanEval's on A100s."
+    )
+    claim = Claim("several devices are faster than one", None, "predicted")
+    title = "Devices (the paper's Figures 6 and 7)"
+    return Table(title, [*columns, "speed, paper"], rows, [claim], note)
+
+
+def _law(points: Sequence[Point], law: Fit) -> tuple[Table, Plot]:
     longest = max(point.ngram for point in points)
     of_longest = [point for point in points if point.ngram == longest]
     slope, explained = straight(of_longest)

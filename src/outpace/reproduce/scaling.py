@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from ..draft import Tree
+from ..parallel import deal
+
 
 class Point(NamedTuple):
     """A setting and its result."""
@@ -67,3 +70,30 @@ def straight(points: Sequence[Point]) -> tuple[float, float]:
     together = sum((x - middle) * (y - level) for x, y in zip(across, up, strict=True))
     variance = sum((y - level) ** 2 for y in up)
     return together / spread, together**2 / (spread * variance) if variance else 0.0
+
+
+def share(ngram: int, window: int, guesses: int, devices: int) -> int:
+    """The most rows of a device in Lookahead Parallelism: of a full window, and n-grams without common prefixes.
+
+    >>> [share(5, 15, 15, devices) for devices in (1, 2, 4, 8)]
+    [120, 61, 36, 21]
+    """
+    tree, tokens = Tree(0), iter(range(1, window * ngram + guesses * ngram))
+    for _ in range(guesses):
+        tree.insert([next(tokens) for _ in range(ngram - 1)], "")
+    spine = [0, *tree.insert([next(tokens) for _ in range(window - 1)], "")]
+    for row in spine:
+        tree.insert([next(tokens) for _ in range(ngram - 2)], "", below=row)
+    return max(map(len, deal(tree.draft(), devices)))
+
+
+def price(known: Sequence[tuple[int, float]], rows: int) -> float:
+    """The time of a step by rows, from measured ones (rows, time): linear in between and beyond; never below the first.
+
+    >>> [price([(1, 1.0), (9, 1.4), (17, 2.4)], rows) for rows in (1, 5, 17, 25)]
+    [1.0, 1.2, 2.4, 3.4]
+    """
+    places = sorted(known)
+    right = next((place for place in range(1, len(places) - 1) if places[place][0] >= rows), len(places) - 1)
+    (low, least), (high, most) = places[right - 1], places[right]
+    return max(places[0][1], least + (most - least) * (rows - low) / (high - low))
