@@ -83,14 +83,12 @@ def prepare(arguments: argparse.Namespace) -> tuple[Decoder, dict[str, Method], 
             "amphista with lookup (32 rows)": Amphista(heads=heads["amphista"], rows=32, priced=False),
             "amphista with lookup (64 rows)": Amphista(heads=heads["amphista"], rows=64, priced=False),
             "amphista with lookup, recycled": Amphista(heads=heads["amphista"], rows=64, recycled=8, priced=False),
-            "amphista, recycled, 8 bits": Amphista(heads=heads["amphista"], rows=64, recycled=8, priced=False, bits=8),
         }
     if "block" in heads:
         chosen |= {
             "block (64 rows)": Block(heads=heads["block"], rows=64, lookup=0.0, priced=False),
             "block with lookup (64 rows)": Block(heads=heads["block"], rows=64, priced=False),
             "block with lookup, recycled": Block(heads=heads["block"], rows=64, recycled=8, priced=False),
-            "block, recycled, 8 bits": Block(heads=heads["block"], rows=64, recycled=8, priced=False, bits=8),
             "auto with block": Auto(heads=heads["block"]),
         }
     chosen["auto"] = Auto(heads=heads.get("amphista", False))

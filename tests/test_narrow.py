@@ -40,20 +40,6 @@ def test_the_kernel_computes_the_product(rows: int, outputs: int, inputs: int, b
     torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(DTYPE).eps, atol=1e-3)
 
 
-@by_kernel
-@pytest.mark.parametrize(("rows", "inputs", "bias"), [(1, 256, True), (11, 384, False), (32, 512, True)])
-def test_weights_of_eight_bits_make_the_product_of_what_they_stand_for(rows: int, inputs: int, bias: bool) -> None:
-    torch.manual_seed(rows)
-    states, linear = numbers(1, rows, inputs).to(DTYPE), nn.Linear(inputs, 192, bias=bias).to(DEVICE, DTYPE)
-    bytes_ = narrow.ByteLinear(linear.requires_grad_(False))
-    meant = bytes_.numbers.double() * bytes_.scales.double()[:, None]
-    assert (meant - linear.weight.double()).abs().amax() <= 0.51 * bytes_.scales.max()
-    expected = F.linear(states.double(), meant, linear.bias.double() if bias else None)
-    torch.testing.assert_close(bytes_(states).double(), expected, rtol=2 * torch.finfo(DTYPE).eps, atol=1e-3)
-    many = numbers(33, inputs).to(DTYPE)
-    torch.testing.assert_close(bytes_(many), linear(many))
-
-
 @by_descriptors
 @pytest.mark.parametrize("rows", [1, 33, 128, 150])
 @pytest.mark.parametrize(("each", "parts", "bias"), [(64, 1, True), (64, 2, False), (64, 5, True), (128, 3, True)])

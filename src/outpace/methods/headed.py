@@ -38,7 +38,6 @@ BEAM = 8  # paths that a program follows from depth to depth, where heads wait f
 NODES = 4  # guesses that are considered for each row: the 256 for 64 rows are planted quickly
 CONSIDERED = 1.5  # at least so many of them are paths of the heads' ranks
 RECYCLED = 0.5  # and so many are what is recycled
-BITS = 16  # of the heads' large matrices in a CUDA graph
 DEEPER = 1.5  # how much later longer paths come among those of heads that know the guess before: see `likely_paths`
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
@@ -100,7 +99,6 @@ class Headed(Method):
         top: how many top tokens of a head are considered.
         beam: how many paths are followed from one depth to the next.
         coupled: when sampling, rank a head's tokens with the noise that the target will sample with.
-        bits: 8 reads the heads' large matrices in 8 bits where a step is a CUDA graph; 16 as they are.
         priced: draft as many of these rows as pay, if step costs were measured (`outpace calibrate`). If the method
             was then slower than plain decoding, heads are not used, unless you give heads or a tree.
     """
@@ -115,13 +113,10 @@ class Headed(Method):
     top: int = 10
     beam: int = 64
     coupled: bool = True
-    bits: int = BITS
     priced: bool = True
 
     def __post_init__(self) -> None:
         self.check(rows=(1, 1024), lookup=(0.0, 1.0), recycled=(0, 32), top=(1, 256), beam=(1, 1024))
-        if self.bits not in (8, 16):
-            raise InputError(f"{self.name}: bits={self.bits!r} must be 8 or 16.")
         if self.tree not in ("confidence", "measured"):
             object.__setattr__(self, "tree", read_tree(self.name, self.tree))
 
@@ -189,7 +184,7 @@ class Headed(Method):
             found: list[Source] = []
             if paths and not idle:
                 how = (self.top, self.beam, self.coupled)
-                found.append(guesses_of(heads, engine, paths, lanes, *how, worths, self.bits))
+                found.append(guesses_of(heads, engine, paths, lanes, *how, worths))
             if repeated:
                 found.append(Repeated(LONGEST, min(REACH, repeated), min(PLACES, repeated), "lookup", device, FLOOR))
             if recycled:
@@ -354,7 +349,6 @@ def guesses_of(
     beam: int = BEAM,
     coupled: bool = True,
     worths: Sequence[float] | None = None,
-    bits: int = BITS,
 ) -> Source:
     """What heads guess in a program: along `paths` of ranks, or, if they wait for each other, along the likeliest."""
     device = engine.model.device
@@ -366,7 +360,7 @@ def guesses_of(
     make_places(heads, shared, device)
     compiled = engine.compiling and device.type == "cuda"
     kind = PairedGuesses if heads.paired else HeadGuesses
-    return kind(heads, shared, pick, paths, lanes, device, coupled, worths, compiled, bits)
+    return kind(heads, shared, pick, paths, lanes, device, coupled, worths, compiled)
 
 
 def paths_of(ready: Ready, top: int, most: int) -> list[Ranks]:

@@ -504,29 +504,6 @@ def product(
 
 
 @triton.jit(do_not_specialize=["count"])
-def byte_product(
-    states, weights, scales, bias, product, count, inputs, outputs,
-    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The same with weights of 8 bits, and a scale for each output."""
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.arange(0, TILE)
-    place = tl.arange(0, BLOCK)
-    real = (row < count)[None, :]
-    total = tl.zeros([OUTPUTS, TILE], tl.float32)
-    _fetch(weights, output, 0, inputs, EARLY)
-    _wait(EARLY)
-    for start in range(0, inputs, BLOCK):
-        weight = tl.load(weights + output[:, None] * inputs + (start + place)[None, :])
-        value = tl.load(states + row[None, :] * inputs + (start + place)[:, None], mask=real, other=0.0)
-        total = tl.dot(weight.to(value.dtype), value, total)
-    total *= tl.load(scales + output)[:, None]
-    if bias is not None:
-        total += tl.load(bias + output)[:, None]
-    tl.store(product + row[None, :] * outputs + output[:, None], total, mask=real)
-
-
-@triton.jit(do_not_specialize=["count"])
 def split_product(
     states, weights, bias, sums, first_weight, count, inputs, outputs, walk,
     TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,

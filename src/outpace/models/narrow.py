@@ -29,7 +29,6 @@ BUSY = 2 / 3  # the least share of busy multiprocessors
 PROCESSORS = 132  # multiprocessors that parts are made for: bits depend on it, and on INPUTS
 WIDE = 128  # outputs per program, if there are many outputs or rows
 PIECE = 1024  # values per program that sums parts
-BYTES = 2**21  # weights of a matrix that is read faster in 8 bits
 
 
 class NarrowLinear(nn.Module):
@@ -43,24 +42,6 @@ class NarrowLinear(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = torch.ops.outpace.narrow(states, self.weight, self.bias, self.always)
-        return product
-
-
-class ByteLinear(nn.Module):
-    """The same for drafts, which may be rounded: a few rows are multiplied by weights of 8 bits, half as many bytes."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        scales = self.weight.detach().float().abs().amax(1).clamp(min=1e-9) / 127
-        self.register_buffer("scales", scales, persistent=False)
-        rounded = (self.weight.detach().float() / scales[:, None]).round().to(torch.int8)
-        self.register_buffer("numbers", rounded, persistent=False)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.outpace.byte_product(
-            states, self.numbers, self.scales, self.weight, self.bias
-        )
         return product
 
 
@@ -92,24 +73,6 @@ def narrow(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 @narrow.register_fake
 def _(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, always: bool) -> torch.Tensor:
-    return states.new_empty(*states.shape[:-1], len(weight))
-
-
-@torch.library.custom_op("outpace::byte_product", mutates_args=())
-def byte_product(
-    states: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The same, for up to FEW_ROWS rows with the weights of 8 bits."""
-    count = states.numel() // states.shape[-1]
-    if 0 < count <= FEW_ROWS:
-        return launch_bytes(states, numbers, scales, bias)
-    return F.linear(states, weight, bias)
-
-
-@byte_product.register_fake
-def _(
-    states: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
     return states.new_empty(*states.shape[:-1], len(weight))
 
 
@@ -151,32 +114,6 @@ def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         OUTPUTS=OUTPUTS,
         BLOCK=BLOCK,
         PARTED=walk < inputs,
-        num_warps=4,
-        num_stages=max(1, min(fitting, STAGES if programs <= processors else SHARING_STAGES)),
-        **early(states.device),
-    )
-    return product
-
-
-def launch_bytes(
-    states: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The same with weights of 8 bits, and a scale for each output."""
-    from . import kernels
-
-    outputs, inputs = numbers.shape
-    count = states.numel() // inputs
-    tile = 16 if count <= 16 else FEW_ROWS
-    block = 2 * BLOCK if inputs % (2 * BLOCK) == 0 else BLOCK
-    processors, memory = device_of(states.device)
-    programs = outputs // OUTPUTS
-    fitting = (memory - SPARE) // ((OUTPUTS + 2 * tile) * block)
-    product = states.new_empty(*states.shape[:-1], outputs)
-    kernels.byte_product[(programs,)](
-        *(states.contiguous(), numbers, scales, bias, product, count, inputs, outputs),
-        TILE=tile,
-        OUTPUTS=OUTPUTS,
-        BLOCK=block,
         num_warps=4,
         num_stages=max(1, min(fitting, STAGES if programs <= processors else SHARING_STAGES)),
         **early(states.device),

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from platformdirs import user_cache_path
@@ -44,18 +43,17 @@ class Products:
     def __init__(self) -> None:
         self._done: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, what was there
 
-    def replace(self, mirror: nn.Module, always: bool = False, bits: int = 16) -> int:
+    def replace(self, mirror: nn.Module, always: bool = False) -> int:
         """Replace all modules that we have code for; returns how many. The weights stay in place.
 
         `always`: on a GPU ours compute any number of rows, so that a row has the same bits in any batch.
-        `bits`: with 8, large matrices are also kept in 8 bits, for few rows on a GPU.
         """
         for owner in list(mirror.modules()):
             for name, child in owner._modules.items():
                 if (
                     child is not None
                     and not isinstance(owner, gated.GatedMLP)
-                    and (product := _product_for(child, always, bits))
+                    and (product := _product_for(child, always))
                 ):
                     owner._modules[name] = product
                     self._done.append((owner, name, child))
@@ -93,10 +91,8 @@ class _Product(nn.Module):
         return product
 
 
-def _product_for(module: Any, always: bool, bits: int) -> nn.Module | None:
-    if bits == 8 and type(module) is nn.Linear and narrow.fits(module) and module.weight.numel() >= narrow.BYTES:
-        return narrow.ByteLinear(module)
-    if gated.fits(module) and not (bits == 8 and module.gate_proj.joined.whole.weight.numel() >= narrow.BYTES):
+def _product_for(module: nn.Module, always: bool) -> nn.Module | None:
+    if gated.fits(module):
         return gated.GatedMLP(module, always)
     return _linear_for(module, always) if type(module) is nn.Linear else None
 

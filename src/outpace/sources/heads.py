@@ -25,7 +25,7 @@ CANDIDATES = 32  # tokens of a place that are paired with those of the next
 Pick: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Of what the target has left of rows, what some heads read."""
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
-_twins: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()  # by heads in use, and bits: see `quick`
+_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by heads in use: see `quick`
 
 
 class _Expecting(Reading):
@@ -94,7 +94,6 @@ class HeadGuesses(_Expecting):
     worths: their log probabilities, if not those of the heads.
     compiled: whether the heads' forward pass is compiled, with the matrix products of the target's layers.
     coupled: when sampling, rank draft tokens with the noise that the target will sample with.
-    bits: of the heads' large matrices, where the forward pass is compiled.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class HeadGuesses(_Expecting):
         coupled: bool = True,
         worths: Sequence[float] | None = None,
         compiled: bool = False,
-        bits: int = 16,
     ) -> None:
         super().__init__(heads, shared, pick, 1 + max((max(path) for path in paths), default=0), coupled)
         count = heads.count
@@ -124,9 +122,7 @@ class HeadGuesses(_Expecting):
         self._places = torch.tensor(places, device=device).view(len(paths), count)
         self._within = torch.arange(count, device=device) < self._depths[:, None]
         # Compiled if it is captured in a CUDA graph: fewer and larger kernels.
-        self._fixed = heads.fixed
-        if compiled:
-            self._fixed = torch.compile(quick(heads, bits).fixed, dynamic=True, options=OPTIONS)
+        self._fixed = torch.compile(quick(heads).fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
         self._worths = None if worths is None else torch.tensor(worths, device=device)
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
@@ -175,7 +171,6 @@ class PairedGuesses(_Expecting):
         coupled: bool = True,
         worths: Sequence[float] | None = None,
         compiled: bool = False,
-        bits: int = 16,
     ) -> None:
         ends, _, _ = shared
         most = min(max(CANDIDATES, 1 + max((max(path) for path in paths), default=0)), ends.head.weight.shape[0])
@@ -189,9 +184,7 @@ class PairedGuesses(_Expecting):
         self._depths = torch.tensor([len(path) for path in paths], device=device)
         ranks = [[*path, *[0] * (count - len(path))] for path in paths]
         self._ranks = torch.tensor(ranks, device=device).view(len(paths), count)
-        self._fixed = heads.fixed
-        if compiled:
-            self._fixed = torch.compile(quick(heads, bits).fixed, dynamic=True, options=OPTIONS)
+        self._fixed = torch.compile(quick(heads).fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
         self._pair = torch.compile(self._paired, dynamic=True, options=OPTIONS) if compiled else self._paired
         self._worths = None if worths is None else torch.tensor(worths, device=device)
 
@@ -342,17 +335,14 @@ def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Text
     return texts, choices, needs_of(sampling)
 
 
-def quick(heads: Any, bits: int = 16) -> Any:
-    """A copy that shares the weights, with fused projections and our own matrix products where there are any.
-
-    `bits`: with 8, large matrices are read in 8 bits.
-    """
-    twins = _twins.setdefault(heads, {})
-    if bits not in twins:
-        twin = twins[bits] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})
+def quick(heads: Any) -> Any:
+    """A copy that shares the weights, with fused projections and our own matrix products where there are any."""
+    twin = _twins.get(heads)
+    if twin is None:
+        twin = _twins[heads] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})
         Fusion().fuse(twin)
-        Products().replace(twin, bits=bits)
-    return twins[bits]
+        Products().replace(twin)
+    return twin
 
 
 def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) -> None:
