@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from platform import machine
@@ -70,7 +71,7 @@ def test_a_row_has_the_same_bits_beside_any_rows(kind: Kind) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
-    [("-DPORTABLE",), ("-mno-avx512f" if machine() == "x86_64" else "-march=armv8-a",)],
+    [("-DPORTABLE", "-O1"), ("-mno-avx512f" if machine() == "x86_64" else "-march=armv8-a",)],
     ids=["portable", "old"],
 )
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
@@ -81,7 +82,31 @@ def test_other_instruction_sets_compute_the_same(
     here = PackedLinear(Matrix(raw, kind))(rows)
     there = library((*FLAGS, *extra))
     monkeypatch.setattr("outpace.models.packed.library", lambda: there)
-    torch.testing.assert_close(PackedLinear(Matrix(raw, kind))(rows), here, rtol=1e-5, atol=1e-5)
+    assert torch.equal(PackedLinear(Matrix(raw, kind))(rows), here)
+
+
+@pytest.mark.slow
+def test_arm_computes_the_same_with_and_without_dot_products_and_i8mm(tmp_path: Path) -> None:
+    qemu = shutil.which("qemu-aarch64")
+    compiler = products.compiler() if machine() == "aarch64" else shutil.which("aarch64-linux-gnu-g++")
+    if not qemu or not compiler:
+        pytest.skip("there is no qemu-aarch64, or no compiler for it")
+    sources = [str(Path(__file__).with_name("formats.cpp")), str(packed.HERE / "packed.cpp")]
+    found = {}
+    for number, kind in enumerate(
+        [("-DPORTABLE",), ("-march=armv8-a",), ("-march=armv8.2-a+dotprod",), ("-march=armv8.2-a+dotprod+i8mm",)]
+    ):
+        program = tmp_path / str(number)
+        flags = ("-O1", "-std=c++20", "-ffp-contract=off", "-static", "-pthread", f"-I{packed.HERE}", *kind)
+        built = subprocess.run([compiler, *flags, *sources, "-o", program], capture_output=True, text=True, check=False)
+        if built.returncode:
+            pytest.skip(f"{compiler} does not build for {kind[0]}: {built.stderr[:500]}")
+        found[kind] = subprocess.run([qemu, "-cpu", "max", program], capture_output=True, check=True).stdout
+    numbers = np.frombuffer(found["-DPORTABLE",], np.float32)
+    assert np.isfinite(numbers).all()
+    assert (numbers != 0).mean() > 0.9
+    for kind, bits in found.items():
+        assert bits == found["-DPORTABLE",], kind
 
 
 def test_nan_stays_nan() -> None:

@@ -32,7 +32,8 @@ constexpr int NATIVE = 16;
 #endif
 constexpr int LANES = 16, PART = NATIVE / sizeof(float);  // numbers of a vector, and of a register
 
-#define INLINE inline __attribute__((always_inline))
+#define ALWAYS __attribute__((always_inline))  // lambdas too: arrays that they share stay in registers
+#define INLINE inline ALWAYS
 
 typedef float FloatPart __attribute__((vector_size(NATIVE)));
 typedef int32_t IntPart __attribute__((vector_size(NATIVE)));
@@ -152,6 +153,10 @@ INLINE Vector fused(const Vector& a, const Vector& b, const Vector& c) {
     return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif !defined(PORTABLE) && defined(__ARM_NEON)
     return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(PORTABLE)
+    Vector found;
+    for (int lane = 0; lane < PART; lane++) found[lane] = std::fma(a[lane], b[lane], c[lane]);
+    return found;
 #else
     return a * b + c;
 #endif
@@ -241,26 +246,46 @@ INLINE FloatPart from_halves(const uint8_t* from) {
 #endif
 }
 
-// Numbers of 8 bits.
+// Numbers of 8 bits. Compilers would convert them one by one.
 template <class Number>
 INLINE FloatPart from_bytes(const uint8_t* from) {
+  constexpr bool positive = std::is_unsigned_v<Number>;
+#if !defined(PORTABLE) && defined(__AVX512F__)
+  const __m128i all = load<__m128i>(from);
+  return (FloatPart)_mm512_cvtepi32_ps(positive ? _mm512_cvtepu8_epi32(all) : _mm512_cvtepi8_epi32(all));
+#elif !defined(PORTABLE) && defined(__AVX2__)
+  const __m128i all = _mm_set_epi64x(0, load<int64_t>(from));
+  return (FloatPart)_mm256_cvtepi32_ps(positive ? _mm256_cvtepu8_epi32(all) : _mm256_cvtepi8_epi32(all));
+#elif !defined(PORTABLE) && defined(__ARM_NEON)
+  const uint32_t all = load<uint32_t>(from);
+  if constexpr (positive) return (FloatPart)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(all)))));
+  return (FloatPart)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(all)))));
+#else
   typedef Number Small __attribute__((vector_size(PART)));
   return __builtin_convertvector(load<Small>(from), FloatPart);
+#endif
 }
 
-// What is subtracted from codes of 8 bits. Where the processor multiplies unsigned numbers with signed ones they are
-// unsigned; everywhere else 128 is taken from them as they are unpacked.
+// What is subtracted from codes of 8 bits. Where the processor multiplies unsigned numbers with signed ones, codes are
+// unsigned.
 #if !defined(PORTABLE) && (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
 constexpr int32_t MIDDLE = 128;
 #else
 constexpr int32_t MIDDLE = 0;
 #endif
 
-// 32 codes of a row, as the processor takes four of them at a time.
+// Whether codes of fewer bits may be negative too.
+#if !defined(PORTABLE) && defined(__x86_64__)
+constexpr bool SIGNED = false;
+#else
+constexpr bool SIGNED = true;
+#endif
+
+// Eight codes of each row of a pair, as the processor takes four of them at a time.
 struct Inputs {
 #if !defined(PORTABLE) && defined(__ARM_NEON)
-  int8x16_t parts[2];
-  INLINE explicit Inputs(const int8_t* from) : parts{vld1q_s8(from), vld1q_s8(from + 16)} {}
+  int8x16_t all;
+  INLINE explicit Inputs(const int8_t* from) : all(vld1q_s8(from)) {}
 #else
   const int8_t* from;
   INLINE explicit Inputs(const int8_t* from) : from(from) {}
@@ -272,7 +297,7 @@ struct Inputs {
 #endif
 };
 
-// sums[lane] + the products of four codes with the inputs of a group. WIDE: codes have 8 bits; else they are below 64.
+// sums[lane] + the products of four codes with four inputs. WIDE: codes have 8 bits; else they are below 64.
 template <bool WIDE, int GROUP>
 INLINE IntPart dot(const IntPart& sums, const BytePart& codes, const Inputs& inputs) {
 #if !defined(PORTABLE) && defined(__AVX512VNNI__)
@@ -299,23 +324,84 @@ INLINE IntPart dot(const IntPart& sums, const BytePart& codes, const Inputs& inp
   }
   return (IntPart)_mm256_add_epi32((__m256i)sums, _mm256_madd_epi16(pairs, ones));
 #elif !defined(PORTABLE) && defined(__ARM_NEON)
-  const int8x16_t code = (int8x16_t)codes, part = inputs.parts[GROUP / 4];
+  const int8x16_t code = (int8x16_t)codes;
 #if defined(__ARM_FEATURE_DOTPROD)
-  return (IntPart)vdotq_laneq_s32((int32x4_t)sums, code, part, GROUP % 4);
+  return (IntPart)vdotq_laneq_s32((int32x4_t)sums, code, inputs.all, GROUP);
 #else
-  const int8x16_t numbers = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(part), GROUP % 4));
+  const int8x16_t numbers = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(inputs.all), GROUP));
   const int16x8_t low = vmull_s8(vget_low_s8(code), vget_low_s8(numbers)), high = vmull_high_s8(code, numbers);
   return (IntPart)vaddq_s32((int32x4_t)sums, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 #else
   IntPart found = sums;
   for (int lane = 0; lane < PART; lane++)
-    for (int at = 0; at < 4; at++) {
-      const uint8_t code = codes[4 * lane + at];
-      found[lane] += (WIDE ? int32_t(int8_t(code)) : int32_t(code)) * inputs.from[4 * GROUP + at];
-    }
+    for (int at = 0; at < 4; at++)
+      found[lane] += int32_t(int8_t(codes[4 * lane + at])) * inputs.from[4 * GROUP + at];
   return found;
 #endif
 }
+
+// No sum yet. Of a constant compilers make copies, which take time where a new zero takes none.
+INLINE IntPart nothing() {
+  IntPart zero = {};
+#if !defined(PORTABLE) && defined(__ARM_NEON)
+  asm volatile("movi %0.4s, #0" : "=w"(zero));
+#endif
+  return zero;
+}
+
+// With i8mm two rows and two outputs are multiplied at once, eight inputs each.
+#if !defined(PORTABLE) && defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool SQUARES = true;
+INLINE IntPart square(const IntPart& sums, const BytePart& codes, const Inputs& inputs) {
+  return (IntPart)vmmlaq_s32((int32x4_t)sums, inputs.all, (int8x16_t)codes);
+}
+
+// From four inputs of four outputs to eight inputs of two.
+INLINE void to_squares(BytePart& first, BytePart& second) {
+  const int32x4_t one = (int32x4_t)first, other = (int32x4_t)second;
+  first = (BytePart)vzip1q_s32(one, other);
+  second = (BytePart)vzip2q_s32(one, other);
+}
+
+// From two outputs of two rows to four outputs of a row.
+INLINE void to_rows(IntPart& first, IntPart& second) {
+  const int64x2_t one = (int64x2_t)first, other = (int64x2_t)second;
+  first = (IntPart)vtrn1q_s64(one, other);
+  second = (IntPart)vtrn2q_s64(one, other);
+}
+#else
+constexpr bool SQUARES = false;
+INLINE IntPart square(const IntPart& sums, const BytePart&, const Inputs&) { return sums; }
+INLINE void to_squares(BytePart&, BytePart&) {}
+INLINE void to_rows(IntPart&, IntPart&) {}
+#endif
+
+// Four groups of codes with four rows, in the order that keeps both vector units busy; compilers find others, and copy
+// sums from register to register.
+#if !defined(PORTABLE) && defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool FOURS = true;
+INLINE void add_four(IntPart (&sums)[4], const BytePart* codes, const int8_t* one, const int8_t* other) {
+#define OF_ROW(sum, code, inputs, at) "sdot %[" sum "].4s, %[" code "].16b, %[" inputs "].4b[" at "]\n"
+#define OF_ROWS(code, one, other, first, second)                                                 \
+  OF_ROW("s0", code, one, first) OF_ROW("s1", code, one, second) OF_ROW("s2", code, other, first) \
+      OF_ROW("s3", code, other, second)
+  IntPart s0 = sums[0], s1 = sums[1], s2 = sums[2], s3 = sums[3];
+  int8x16_t a, b, c, d;
+  asm("ldp %q[a], %q[b], [%[one]]\n ldp %q[c], %q[d], [%[other]]\n"
+      OF_ROWS("c0", "a", "c", "0", "2") OF_ROWS("c1", "a", "c", "1", "3")
+      OF_ROWS("c2", "b", "d", "0", "2") OF_ROWS("c3", "b", "d", "1", "3")
+      : [s0] "+w"(s0), [s1] "+w"(s1), [s2] "+w"(s2), [s3] "+w"(s3),
+        [a] "=&w"(a), [b] "=&w"(b), [c] "=&w"(c), [d] "=&w"(d)
+      : [c0] "w"(codes[0]), [c1] "w"(codes[1]), [c2] "w"(codes[2]), [c3] "w"(codes[3]), [one] "r"(one),
+        [other] "r"(other), "m"(*(const int8_t(*)[32])one), "m"(*(const int8_t(*)[32])other));
+  sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
+#undef OF_ROWS
+#undef OF_ROW
+}
+#else
+constexpr bool FOURS = false;
+INLINE void add_four(IntPart (&)[4], const BytePart*, const int8_t*, const int8_t*) {}
+#endif
 
 }  // namespace outpace

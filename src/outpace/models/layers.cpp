@@ -63,10 +63,6 @@ INLINE void norm(const float* from, const float* weight, int64_t size, double ep
     store(to + at, load<Floats>(from + at) * by * load<Floats>(weight + at));
 }
 
-INLINE void round_row(const float* from, int64_t size, Block* to) {
-  for (int64_t block = 0; block < size / BLOCK; block++) round_block(from + block * BLOCK, to[block]);
-}
-
 // First and second half of the rotated numbers are the two parts of what is turned.
 INLINE void rotate(float* head, const float* cosines, const float* sines, int64_t rotated) {
   const int64_t half = rotated / 2;
@@ -133,11 +129,11 @@ class Walk {
 
   const Block* normed(const float* weight, double epsilon) {
     const int64_t width = stack_.width, blocks = width / BLOCK;
-    Block* x = room(x_, step_.rows * blocks);
+    Block* x = room(x_, blocks_of(step_.rows, blocks));
     float* side = room(side_, step_.rows * width);
     rows(step_.rows, width, [&](int64_t row) {
       norm(step_.hidden + row * width, weight, width, epsilon, side + row * width);
-      round_row(side + row * width, width, x + row * blocks);
+      round_row(side + row * width, blocks, x, row);
     });
     return x;
   }
@@ -184,8 +180,8 @@ class Walk {
         mix(layer, number, to[0] + at * size, at % heads, slots, scores, mixed + at * size);
       }
     });
-    Block* rounded = room(inner_, count * width / BLOCK);
-    rows(count, width, [&](int64_t row) { round_row(mixed + row * width, width, rounded + row * width / BLOCK); });
+    Block* rounded = room(inner_, blocks_of(count, width / BLOCK));
+    rows(count, width, [&](int64_t row) { round_row(mixed + row * width, width / BLOCK, rounded, row); });
     add(layer.out, rounded, layer.after_attention, layer.epsilon);
   }
 
@@ -270,7 +266,7 @@ class Walk {
   void feed(const Layer& layer) {
     const Block* x = normed(layer.before_mlp, layer.epsilon);
     const int64_t units = layer.gate.outputs / BLOCK, count = step_.rows, inputs = layer.gate.inputs;
-    Block* inner = room(inner_, count * units);
+    Block* inner = room(inner_, blocks_of(count, units));
     const int64_t grain = 1 + SHARE / (4 * LANES * inputs * std::min<int64_t>(count, MOST));
     const int64_t tile = tile_of(inputs / BLOCK);
     team_.each(units, grain, [&](int64_t begin, int64_t end) {
@@ -299,17 +295,17 @@ class Walk {
         const Floats active = layer.activation == SILU ? silu(gate) : gelu_tanh(gate);
         store(states + half * LANES, active * ups[row - first][half]);
       }
-      round_block(states, to[row * stride]);
+      round_block(states, to[row / 2 * stride], row);
     }
   }
 
   void finish() {
     const int64_t width = stack_.width, blocks = width / BLOCK, outputs = stack_.head.outputs;
-    Block* x = room(x_, step_.count * blocks);
+    Block* x = room(x_, blocks_of(step_.count, blocks));
     float* side = room(side_, step_.count * width);
     rows(step_.count, width, [&](int64_t row) {
       norm(step_.hidden + step_.asked[row] * width, stack_.norm, width, stack_.epsilon, side + row * width);
-      round_row(side + row * width, width, x + row * blocks);
+      round_row(side + row * width, blocks, x, row);
     });
     const float cap = float(stack_.softcap);
     multiply<1>({&stack_.head}, x, step_.count, [&](int, int64_t row, int64_t panel, const Floats& sums) {

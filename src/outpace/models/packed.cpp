@@ -9,55 +9,100 @@ namespace {
 
 constexpr int64_t GRAIN = 1 << 16;  // weights times rows that are worth a share
 
-// The sum of the products of some groups, and what is there before.
-template <bool WIDE, int FIRST, int... groups>
-INLINE IntPart dots(IntPart sum, const BytePart (&codes)[GROUPS], const Inputs& inputs,
-                    std::integer_sequence<int, groups...>) {
-  ((sum = dot<WIDE, FIRST + groups>(sum, codes[FIRST + groups], inputs)), ...);
-  return sum;
-}
-
 INLINE FloatPart to_floats(const IntPart& values) { return __builtin_convertvector(values, FloatPart); }
 
-// A panel's products with M rows; those from `count` on are the last one again, and not stored. Register by register,
-// each along all cells: so few sums are at work that none leaves its register, and the panel stays in the first cache.
+// `use` with each number below COUNT, known to the compiler.
+template <int COUNT, class Use>
+INLINE void each(Use use) {
+  [&]<int... numbers>(std::integer_sequence<int, numbers...>) ALWAYS {
+    (use(std::integral_constant<int, numbers>()), ...);
+  }(std::make_integer_sequence<int, COUNT>());
+}
+
+// What COUNT halves of a block, from FIRST on, add to the sums of ROWS rows: one of a pair, or all of some pairs.
+template <class F, int SIDE, int FIRST, int COUNT, int ROWS>
+INLINE void add_halves(IntPart (&sums)[ROWS], const BytePart (&codes)[GROUPS], const Block* const* x) {
+  if constexpr (ROWS == 1) {
+    each<4 * COUNT>([&](auto number) ALWAYS {
+      constexpr int group = 4 * FIRST + number;
+      sums[0] = dot<F::WIDE, 2 * SIDE + group % 2>(sums[0], codes[group], Inputs(x[0]->codes[group / 2][0]));
+    });
+  } else if constexpr (SQUARES) {
+    each<COUNT * ROWS>([&](auto number) ALWAYS {
+      constexpr int chunk = 2 * FIRST + number / (ROWS / 2), row = number % (ROWS / 2) * 2;
+      const Inputs inputs(x[row / 2]->codes[chunk][0]);
+      for (int part = 0; part < 2; part++) sums[row + part] = square(sums[row + part], codes[2 * chunk + part], inputs);
+    });
+  } else {
+    each<COUNT>([&](auto half) ALWAYS {
+      constexpr int chunk = 2 * (FIRST + half);
+      add_four(sums, codes + 2 * chunk, x[0]->codes[chunk][0], x[1]->codes[chunk][0]);
+    });
+  }
+}
+
+// What a block adds to the sums of ROWS of M rows; the first is on SIDE of its pair.
+template <class F, int M, int SIDE, int ROWS>
+INLINE void add_block(FloatPart (&sums)[ROWS], const BytePart (&codes)[GROUPS], const Scales<F>& scales,
+                      const Block* const* x) {
+  constexpr int PARTS = F::HALVES ? 2 : 1;  // with scales of their own
+  each<PARTS>([&](auto part) ALWAYS {
+    IntPart found[ROWS];
+    each<ROWS>([&](auto row) ALWAYS {
+      constexpr int pair = row / 2, side = SIDE + row % 2;
+      constexpr int32_t shift = F::template SHIFT<M>;
+      const int32_t less = F::HALVES ? x[pair]->halves[part][side] : x[pair]->less[side];
+      found[row] = shift ? filled<IntPart>(less * shift) : nothing();
+    });
+    add_halves<F, SIDE, part, 2 / PARTS>(found, codes, x);
+    each<ROWS>([&](auto row) ALWAYS {
+      constexpr int pair = row / 2, side = SIDE + row % 2;
+      if constexpr (ROWS > 1 && side == 0) to_rows(found[row], found[row + 1]);
+      const FloatPart scale = (part ? scales.second : scales.first) * x[pair]->scale[side];
+      sums[row] = fused(to_floats(found[row]), scale, sums[row]);
+      if constexpr (F::MIN) sums[row] = fused(scales.least, filled<FloatPart>(x[pair]->weighed[side]), sums[row]);
+    });
+  });
+}
+
+// A panel's products with M rows; those from `count` on are not stored. Register by register, each along all cells: so
+// few sums are at work that none leaves its register, and the panel stays in the first cache. Meanwhile the next panel
+// is fetched.
 template <class F, int M>
 void multiply(const uint8_t* cells, int64_t blocks, const Block* x, int64_t count, Floats* to) {
-  const Block* rows[M];
-  for (int m = 0; m < M; m++) rows[m] = x + std::min<int64_t>(m, count - 1) * blocks;
+  constexpr int ROWS = M > 1 && SQUARES ? std::min(M, 4) : M >= 4 && FOURS ? 4 : 1;  // at a time
+  constexpr int LINE = 64, PARTS = LANES / PART;
+  const int64_t ahead = F::bytes(blocks);
   for (int lane = 0; lane < LANES; lane += PART) {
     const uint8_t* cell = cells;
+    const Block* pairs[(M + 1) / 2];
+    for (int pair = 0; pair < (M + 1) / 2; pair++) pairs[pair] = x + std::min<int64_t>(pair, (count - 1) / 2) * blocks;
     Scales<F> scales = {};
-    FloatPart sums[M] = {};
+    FloatPart sums[M / ROWS][ROWS] = {};
     for (int64_t block = 0; block < blocks; block++) {
       if (F::NESTED && block % F::SPAN == 0) {
         scales.head(cell, lane);
         cell += F::HEAD;
       }
+      for (int at = lane / PART * LINE; at < F::CELL; at += PARTS * LINE) __builtin_prefetch(cell + ahead + at);
       scales.read(cell, lane);
       BytePart codes[GROUPS];
       unpack<F>(cell + F::SCALES + 4 * lane, codes);
+      if constexpr (F::template SHIFT<1> != F::template SHIFT<M>)
+        for (BytePart& code : codes) code -= F::OFFSET;
+      if constexpr (ROWS > 1)
+        for (int group = 0; group < GROUPS; group += 2) to_squares(codes[group], codes[group + 1]);
       cell += F::CELL;
-#pragma GCC unroll 8
-      for (int m = 0; m < M; m++) {
-        const Block& x = rows[m][block];
-        const Inputs inputs(x.codes);
-        if constexpr (F::HALVES) {
-          using Half = std::make_integer_sequence<int, GROUPS / 2>;
-          const IntPart low = dots<F::WIDE, 0>(filled<IntPart>(x.halves[0] * F::SHIFT), codes, inputs, Half());
-          const IntPart high =
-              dots<F::WIDE, GROUPS / 2>(filled<IntPart>(x.halves[1] * F::SHIFT), codes, inputs, Half());
-          sums[m] = fused(to_floats(low), scales.first * x.scale, sums[m]);
-          sums[m] = fused(to_floats(high), scales.second * x.scale, sums[m]);
-        } else {
-          using All = std::make_integer_sequence<int, GROUPS>;
-          const IntPart sum = dots<F::WIDE, 0>(filled<IntPart>(x.less * F::SHIFT), codes, inputs, All());
-          sums[m] = fused(to_floats(sum), scales.first * x.scale, sums[m]);
-          if constexpr (F::MIN) sums[m] = fused(scales.least, filled<FloatPart>(x.weighed), sums[m]);
-        }
-      }
+      each<M / ROWS>([&](auto time) ALWAYS {
+        constexpr int row = time * ROWS;
+        add_block<F, M, row % 2>(sums[time], codes, scales, pairs + row / 2);
+      });
+      for (const Block*& pair : pairs) pair++;
     }
-    for (int m = 0; m < count; m++) store(reinterpret_cast<float*>(to + m) + lane, sums[m]);
+    each<M>([&](auto m) ALWAYS {
+      const FloatPart all = sums[m / ROWS][m % ROWS];
+      if (m < count) store(reinterpret_cast<float*>(to + m) + lane, all);
+    });
   }
 }
 
@@ -71,7 +116,7 @@ struct Raw {
   const uint8_t* least() const { return at + 2; }  // of formats that have one
 
   uint8_t code(int place) const {
-    if constexpr (F::WIDE) return at[2 + place] ^ 0x80;  // signed there, and unsigned here
+    if constexpr (F::WIDE) return at[2 + place] ^ MIDDLE;
     if constexpr (F::HALVES) {
       const uint8_t *low = at + block / 4 * 64 + block % 2 * 32, *high = at + 128 + block / 4 * 32;
       const int quarter = block % 4;
@@ -210,10 +255,10 @@ void packed_rows(const Weights* weights, const int64_t* outputs, int64_t count, 
 // [count, outputs] of rows [count, inputs].
 void packed_linear(const Weights* weights, const float* rows, int64_t count, float* out, int threads) {
   const int64_t blocks = weights->blocks(), outputs = weights->outputs, tile = tile_of(blocks);
-  std::unique_ptr<Block[]> x(new Block[count * blocks]);
+  const auto x = std::make_unique<Block[]>(blocks_of(count, blocks));
   Team::Turn team(threads);
   team->each(count, 16, [&](int64_t first, int64_t last) {
-    for (int64_t block = first * blocks; block < last * blocks; block++) round_block(rows + block * BLOCK, x[block]);
+    for (int64_t row = first; row < last; row++) round_row(rows + row * weights->inputs, blocks, x.get(), row);
   });
   const int64_t grain = 1 + GRAIN / (LANES * weights->inputs * std::min<int64_t>(count, MOST));
   team->each(weights->panels(), grain, [&](int64_t begin, int64_t end) {

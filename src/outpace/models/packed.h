@@ -5,7 +5,8 @@
 // has an output in each lane, nothing is added up across lanes, and a scale is multiplied once for 32 inputs.
 //
 // Rows are rounded to 8 bits, with a scale for each block. Products within a block are sums of whole numbers. A row's
-// blocks are then added up one after the other: its bits depend on nothing but the row and the weights.
+// blocks are then added up one after the other: its bits depend on nothing but the row and the weights. Two rows lie
+// together, as i8mm multiplies two at once; the others do not mind.
 
 #pragma once
 
@@ -17,15 +18,19 @@ namespace outpace {
 
 constexpr int BLOCK = 32;            // inputs that share a scale
 constexpr int GROUPS = 8;            // of four inputs
+constexpr int CHUNK = 8;             // inputs of a row that lie together
 constexpr int64_t TILE = 1 << 18;    // bytes of rows that stay in the next cache while weights pass
 constexpr int MOST = 8;              // rows that share the reading of weights
 
-// A block of a row.
+// A block of two rows that follow each other; eight codes of one, then eight of the other.
 struct alignas(64) Block {
-  int8_t codes[BLOCK];
-  float scale, weighed;              // `weighed`: the sum of what the codes stand for
-  int32_t less, halves[2];           // the codes' sum, negative: of all, and of each half
+  int8_t codes[BLOCK / CHUNK][2][CHUNK];
+  float scale[2], weighed[2];        // `weighed`: the sum of what the codes stand for
+  int32_t less[2], halves[2][2];     // a row's codes' sum, negative: of all, and of each half
 };
+
+// How many blocks so many rows take.
+INLINE int64_t blocks_of(int64_t rows, int64_t blocks) { return (rows + 1) / 2 * blocks; }
 
 struct Weights {
   uint8_t* cells;
@@ -46,7 +51,9 @@ struct Format {
   static constexpr int SCALES = NESTED ? LANES * 2 : LANES * 2 * (MIN ? 2 : 1);
   static constexpr int CELL = SCALES + LANES * BLOCK * BITS / 8;
   static constexpr int64_t LONG = int64_t(SPAN) * CELL + HEAD;  // of SPAN cells and what they share
-  static constexpr int32_t SHIFT = WIDE ? MIDDLE : OFFSET;      // what is taken from codes by `Block::less`
+  // What is taken from codes by `Block::less`; of several rows' codes it is taken before, if they may be negative.
+  template <int ROWS>
+  static constexpr int32_t SHIFT = WIDE ? MIDDLE : SIGNED && ROWS > 1 ? 0 : OFFSET;
 
   static int64_t bytes(int64_t blocks) { return blocks / SPAN * LONG; }
   static int64_t at(int64_t block) { return block / SPAN * LONG + HEAD + block % SPAN * CELL; }
@@ -83,17 +90,14 @@ INLINE bool by_format(int64_t type, Use use) {
 template <class F>
 INLINE void unpack(const uint8_t* from, BytePart (&codes)[GROUPS]) {
   if constexpr (F::WIDE) {
-    for (int group = 0; group < GROUPS; group++) {
-      codes[group] = load<BytePart>(from + 64 * group);
-      if constexpr (!MIDDLE) codes[group] ^= 0x80;
-    }
+    for (int group = 0; group < GROUPS; group++) codes[group] = load<BytePart>(from + 64 * group);
     return;
   }
   typedef uint16_t Shorts __attribute__((vector_size(NATIVE)));  // shifted as these, as x86 has no shift of bytes
   for (int group = 0; group < 4; group++) {
     const Shorts both = load<Shorts>(from + 64 * group);
     codes[group] = (BytePart)(both & 0x0f0f);
-    codes[group + 4] = (BytePart)((both >> 4) & 0x0f0f);
+    codes[group + 4] = load<BytePart>(from + 64 * group) >> 4;
   }
   if constexpr (F::BITS == 5) {
     const Shorts bits = load<Shorts>(from + 256);
@@ -138,7 +142,7 @@ struct Scales {
   }
 };
 
-// A panel's products with `count` rows, up to MOST, which follow each other in `x`.
+// A panel's products with `count` rows, up to MOST, which `x` begins with.
 void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums);
 
 // All products of rows `first` to `last` with one panel; `sink(row, sums)` gets them.
@@ -148,18 +152,19 @@ INLINE void with_panel(const Weights& weights, int64_t panel, const Block* x, in
   Floats sums[MOST];
   for (int64_t row = first; row < last; row += MOST) {
     const int64_t count = std::min<int64_t>(MOST, last - row);
-    multiply_panel(weights, panel, x + row * weights.blocks(), count, sums);
+    multiply_panel(weights, panel, x + blocks_of(row, weights.blocks()), count, sums);
     for (int64_t m = 0; m < count; m++) sink(row + m, sums[m]);
   }
 }
 
 // How many rows of so many blocks stay near.
 INLINE int64_t tile_of(int64_t blocks) {
-  return std::max<int64_t>(1, TILE / int64_t(sizeof(Block)) / blocks / MOST) * MOST;
+  return std::max<int64_t>(1, TILE * 2 / int64_t(sizeof(Block)) / blocks / MOST) * MOST;
 }
 
-// 32 numbers to 8 bits.
-INLINE void round_block(const float* from, Block& to) {
+// 32 numbers of a row to 8 bits.
+INLINE void round_block(const float* from, Block& to, int64_t row) {
+  const int64_t side = row % 2;
   const Floats parts[2] = {load<Floats>(from), load<Floats>(from + LANES)};
   // Compared as whole numbers, so that NaN counts as highest, and makes the scale NaN.
   const int32_t bits = highest(larger(as<Ints>(parts[0]) & 0x7fffffff, as<Ints>(parts[1]) & 0x7fffffff));
@@ -173,15 +178,20 @@ INLINE void round_block(const float* from, Block& to) {
     store(codes, as<Ints>(parts[half] * by + magic) - as<Ints>(magic));  // to the nearest, ties to even
     sums[half] = 0;
     for (int lane = 0; lane < LANES; lane++) {
-      to.codes[LANES * half + lane] = int8_t(codes[lane]);
+      to.codes[2 * half + lane / CHUNK][side][lane % CHUNK] = int8_t(codes[lane]);
       sums[half] += codes[lane];
     }
   }
-  to.scale = most / 127.0f;
-  to.weighed = to.scale * float(sums[0] + sums[1]);
-  to.less = -(sums[0] + sums[1]);
-  to.halves[0] = -sums[0];
-  to.halves[1] = -sums[1];
+  to.scale[side] = most / 127.0f;
+  to.weighed[side] = to.scale[side] * float(sums[0] + sums[1]);
+  to.less[side] = -(sums[0] + sums[1]);
+  for (int half = 0; half < 2; half++) to.halves[half][side] = -sums[half];
+}
+
+// A row that is `number`th, of so many blocks.
+INLINE void round_row(const float* from, int64_t blocks, Block* x, int64_t number) {
+  for (int64_t block = 0; block < blocks; block++)
+    round_block(from + block * BLOCK, x[number / 2 * blocks + block], number);
 }
 
 }  // namespace outpace

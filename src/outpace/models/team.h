@@ -73,7 +73,8 @@ class Team {
     Team* team_;
   };
 
-  // `share(first, last)` for all parts of 0 to `count`, `grain` at a time, in any order and at once.
+  // `share(first, last)` for all parts of 0 to `count`, in any order and at once: many at a time at first, so that
+  // neighbours stay together, `grain` at a time in the end, so that all are done at once.
   template <class Share>
   void each(int64_t count, int64_t grain, Share&& share) {
     if (size_ == 1 || count <= grain) return count > 0 ? share(0, count) : void();
@@ -127,9 +128,10 @@ class Team {
       const auto call = call_.load(std::memory_order_acquire);
       void* const share = share_.load(std::memory_order_acquire);
       const int64_t count = count_.load(std::memory_order_acquire), grain = grain_.load(std::memory_order_acquire);
-      const int64_t first = static_cast<uint32_t>(next), last = std::min(count, first + grain);
+      const int64_t first = static_cast<uint32_t>(next);
       LATE();
       if (first >= count) return;
+      const int64_t last = std::min(count, first + std::max(grain, (count - first) / (2 * size_)));
       if (!next_.compare_exchange_weak(next, (next >> 32 << 32) + last, std::memory_order_acq_rel)) continue;
       call(share, first, last);
       if (done_.fetch_add(last - first, std::memory_order_acq_rel) + last - first == count) done_.notify_one();
