@@ -1,4 +1,4 @@
-"""Predictions: an expected answer that came with the request, followed wherever the answer agrees with it."""
+"""Predicted outputs: an expected answer that came with the request, drafted from where the answer agrees with it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..step.texts import Texts
 from .base import Source
 from .history import BETWEEN, matches
 
-LONGEST = 8  # last tokens of the answer that are looked for in the prediction
-AHEAD = 16  # tokens that are guessed at once
-# In a program: the chance of the first of them where the last 1, 2, 3, 4 or more tokens match, and of each further one.
+LONGEST = 8  # the longest match of the answer's end that is searched in the prediction
+AHEAD = 16  # draft tokens per step
+# In a program: the probability of the first one by match length (1, 2, 3, 4 or more tokens), and of each further one.
 FIRST = (0.5, 0.7, 0.8, 0.9)
 NEXT = 0.95
 
 
 class Prediction:
-    """Where the host drafts.
+    """For drafting on the host.
 
     >>> hint = Prediction([5, 6, 7, 8, 9], prompt_length=2)
     >>> hint.after([1, 2], 3), hint.after([1, 2, 5, 0, 7], 3), hint.after([1, 2, 0], 3)
@@ -32,10 +32,10 @@ class Prediction:
     def __init__(self, tokens: Sequence[int], prompt_length: int) -> None:
         self.tokens = list(tokens)
         self.prompt_length = prompt_length
-        self._places: dict[tuple[int, ...], list[int]] = {}  # where runs of up to LONGEST tokens end
+        self._places: dict[tuple[int, ...], list[int]] = {}  # the ends of n-grams of up to LONGEST tokens
 
     def after(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """What follows the answer's end in the prediction: of its longest match, the one nearest to where it is now."""
+        """The prediction's continuation of the answer, from the longest match; of several, from the nearest one."""
         answer = list(tokens[self.prompt_length :])
         if not answer:
             return self.tokens[: min(most, AHEAD)]
@@ -55,14 +55,14 @@ class Prediction:
 
 
 class Predicted(Source):
-    """The same in a program, for the lanes that have a prediction. One that is longer than a text may be is cut."""
+    """The same in a program, for lanes that have a prediction. It is cut to the longest sequence."""
 
     names = (Prediction.name,)
 
     def __init__(self, lanes: int, length: int, deepest: int, device: torch.device) -> None:
         self.deepest = self.nodes = min(AHEAD, deepest)
         self._shape, self._device = (lanes, length), device
-        # Allocated at first use: the predictions, BETWEEN behind each, and where the answers begin.
+        # Allocated at first use: the predictions, BETWEEN after each, and where the answers start.
         self._tokens = self._starts = torch.zeros(0, dtype=torch.long, device=device)
         first = torch.tensor((1.0, *FIRST)).log()
         further = torch.arange(self.deepest) * torch.tensor(NEXT).log()
@@ -76,7 +76,7 @@ class Predicted(Source):
             self.state = (self._tokens, self._starts)
 
     def tell(self, lane: int, prediction: Prediction | None) -> None:
-        """The text that starts in a lane has this prediction, or none."""
+        """The sequence that starts in a lane has this prediction, or none."""
         if prediction is not None:
             self.make()
         if len(self._tokens):
