@@ -1,4 +1,4 @@
-"""AdaDecode: easy tokens leave at middle layers, and the layers that they skip run later, for many of them together."""
+"""AdaDecode: easy tokens exit at middle layers, and their remaining layers run later, for several of them together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from .leaving import Calibrated, Control, Counts, Fixed, Guard, choose, costs_of
 from .staircase import Staircase
 
 TREE = "tree"
-WIDEST, DEEPEST = 64, 4  # the most guesses below one, and the most levels of them, with "tree"
-WORTHWHILE = 1.05  # the least predicted speed at which exits are used
+WIDEST, DEEPEST = 64, 4  # with "tree": the most draft tokens after one, and the most levels
+WORTHWHILE = 1.05  # the least predicted speedup at which exits are used
 _checked: WeakKeyDictionary[Model, set[tuple[int, ...]]] = WeakKeyDictionary()  # cuts that passed the check
 
 
@@ -130,11 +130,11 @@ class AdaDecode(Method):
 
     def plan(self, engine: Engine) -> Plan | None:
         if self.control != TREE:
-            return None  # whether a guess leaves is the host's to say
+            return None  # the host decides whether a token exits
         return Plan(lambda lanes, device: self.sources(engine.model, device), self.rows)
 
     def sources(self, model: Model, device: torch.device, coupled: bool = True) -> list[Source]:
-        """With "tree", what guesses."""
+        """With "tree", the sources."""
         (layer,) = self.exits
         exits = ExitGuesses(self.heads.heads, layer, model.ends(), self.widths, self.beam, device, coupled)
         repeated = int(self.lookup * (self.rows - 1))
@@ -148,7 +148,7 @@ class AdaDecode(Method):
         return _start(_Drafter, self.heads.heads, *self._control(engine), engine, sequence, picker)
 
     def _control(self, engine: Engine) -> tuple[tuple[int, ...], Control | None]:
-        """The exits to ask, and what decides when guesses leave there; None where they should not at all."""
+        """The exits to evaluate, and the control of when tokens exit; None if they should not at all."""
         if self.control == "fixed":
             return self.exits, Fixed(len(self.exits), self.gamma, self.pending)
         heads, about = self.heads[:2]
@@ -229,7 +229,7 @@ class SelfSpeculative(Method):
 
 
 class Asked(NamedTuple):
-    """A guess that verification will judge."""
+    """A draft token that verification will judge."""
 
     row: int
     exit: int
@@ -258,9 +258,9 @@ class _Drafter(Drafter):
             Question(heads.owner(layer), partial(_ask, heads, heads.layers.index(layer), ends)) for layer in exits
         ]
         self.control = control
-        # A user's processors may count their calls or refuse what lies beyond the end: guesses do without them.
+        # A user's processors may count their calls, or fail beyond the end: drafts do without them.
         self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
-        # Where the text depends on the drafts, it must not depend on the clock.
+        # If the output depends on the drafts, these must not depend on the clock.
         timed = isinstance(control, Calibrated) and (picker.greedy or picker.sampling.rule == "keyed")
         self.guard = Guard() if timed and self.verifies else None
         self.timed: Guard | None = None  # of this step
@@ -271,7 +271,7 @@ class _Drafter(Drafter):
         text = self.sequence.tokens
         self.stairs = None
         self.asked = []
-        # The first step reads the prompt, through all layers, and guesses nothing.
+        # The first step prefills through all layers, and drafts nothing.
         reads = len(self.sequence.slots) < self.sequence.position
         self.timed = self.guard if not reads else None
         if reads or (self.timed and not self.timed.begin()):
@@ -294,7 +294,7 @@ class _Drafter(Drafter):
         return Draft(tokens, tuple(range(-1, len(tokens) - 1)), len(tokens), tuple(sources), tuple(proposals))
 
     def _leave(self, stairs: Staircase, control: Control) -> Asking[tuple[int, torch.Tensor | None, int] | None]:
-        """Climb with the newest row until a guess leaves: the guess, its distribution, the layer. None: none does."""
+        """Run the newest row up until its token exits: the token, its distribution, the layer. None if it does not."""
         prefix = [*self.sequence.tokens, *stairs.tokens[1:]]
         exit_ = control.next(-1)
         while exit_ is not None:
@@ -302,11 +302,11 @@ class _Drafter(Drafter):
             output = yield from stairs.climb(layer, self.questions[exit_])
             scores, confidence = _answer(output)
             leaves = control.leaves(exit_, confidence)
-            if leaves or self.guesser.greedy:  # a greedy guess is there anyway, and shows how good the exit is
+            if leaves or self.guesser.greedy:  # a greedy token costs nothing, and shows how good the exit is
                 try:
                     token, proposal = self._choose(scores, prefix)
                 except InvalidLogits:
-                    return None  # the exit is at a loss; the last layer may not be
+                    return None  # the exit's logits are invalid; the last layer's may not be
                 self.asked.append(Asked(len(stairs.tokens) - 1, exit_, confidence, token))
                 if leaves:
                     return token, proposal, layer
@@ -314,7 +314,7 @@ class _Drafter(Drafter):
         return None
 
     def _choose(self, scores: Scores, prefix: list[int]) -> tuple[int, torch.Tensor | None]:
-        """A guess from what an exit says of one row, and the distribution that it was drawn from."""
+        """A draft token from an exit's logits for one row, and the distribution that it was sampled from."""
         if self.guesser.greedy:
             return self.guesser.choose_after(0, scores, prefix), None
         return self.guesser.guess(scores.logits[0], prefix)
@@ -328,13 +328,13 @@ class _Drafter(Drafter):
         if self.stairs is None:
             return
         for row, exit_, confidence, token in self.asked:
-            if row < len(verdict.tokens):  # what follows a wrong guess says nothing
+            if row < len(verdict.tokens):  # nothing is known about what follows a wrong token
                 self.control.learn(exit_, confidence, token == verdict.tokens[row])
         self.control.end(len(verdict.tokens))
 
 
 class _TreeDrafter(Drafter):
-    """What a program does with the same sources, on the host: the trees are the same."""
+    """The same trees as in a program with these sources, on the host."""
 
     asks = True
 
@@ -342,7 +342,7 @@ class _TreeDrafter(Drafter):
         super().__init__(engine, sequence, picker)
         sampling, device = picker.sampling, engine.model.device
         self.rows = method.rows
-        # The papers' rule wants guesses that know nothing of the target's noise.
+        # The rejection rule needs drafts that are independent of the target's noise.
         self.sources = method.sources(engine.model, device, coupled=sampling.rule == "keyed")
         self.names = [MODEL]
         for source in self.sources:
@@ -355,7 +355,7 @@ class _TreeDrafter(Drafter):
         texts = Texts(1, len(sequence.tokens), model.device)
         texts.open(0, sequence.tokens, self.picker.sampling.seed)
         rooms = torch.tensor([room], device=model.device)
-        # A prompt is read before its last token, unless all angles change there: then with it, as plain decoding does.
+        # Prefill stops before the last token, unless all rotary angles change there: then it includes it, as plain.
         if len(sequence.slots) < sequence.position and model.room(sequence.position - 1):
             yield from self.engine.read(sequence)
         offers: list[Nodes] = []
@@ -367,7 +367,7 @@ class _TreeDrafter(Drafter):
         return self._drafted(plant(texts.roots(), offers, self.rows, rooms))
 
     def _climb(self, source: Climbing, texts: Texts, room: torch.Tensor) -> Asking[Nodes]:
-        """Have the rows that a source asks for computed, in slots of their own, which are free again behind it."""
+        """Compute the rows that a source asks for, in temporary slots."""
         pool, sequence = self.engine.pool, self.sequence
         asking = source.climbing(texts, room, self.choices, self.needs)
         rows = next(asking)
@@ -399,20 +399,20 @@ def _start(
     sequence: Sequence,
     picker: Picker,
 ) -> Drafter:
-    """A drafter of this kind; of plain decoding, where nothing should leave early."""
+    """A drafter of this kind; that of plain decoding if no token should exit early."""
     if control is None:
         return Autoregressive().start(engine, sequence, picker)
     return kind(heads, exits, control, engine, sequence, picker)
 
 
 def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torch.Tensor:
-    """[1, vocabulary + 3] an exit's logits for one row, its best token, the logit of that, the logarithm of all."""
+    """[1, vocabulary + 3] an exit's logits for one row, the argmax, its logit, and the logsumexp."""
     logits = heads.probe(place, hidden, ends).float()
     return torch.cat([logits, find_best(logits).T.float(), logits.logsumexp(-1, keepdim=True)], -1)
 
 
 def _answer(output: Output) -> tuple[Scores, float]:
-    """What an exit has answered, by `_ask`: the scores of one row, and the probability of its best token."""
+    """The result of `_ask`: the scores of one row, and the probability of its argmax."""
     assert output.answer is not None
     token, highest, every = output.answer[0, -3:].tolist()  # one transfer
     found = torch.tensor([[token], [highest]], dtype=torch.float64)
@@ -420,13 +420,13 @@ def _answer(output: Output) -> tuple[Scores, float]:
 
 
 class _Believer(_Drafter):
-    """Has the target say after each row what was guessed there."""
+    """Takes the draft tokens as the target's choices."""
 
     verifies = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.guesser = self.picker  # nobody else will ask the user's processors
+        self.guesser = self.picker  # the only calls of the user's processors
 
     def score(self, draft: Draft) -> Asking[Scores]:
         scores = yield from super().score(draft)
@@ -442,7 +442,7 @@ class _Believer(_Drafter):
 
 
 def _counts(heads: ExitHeads, about: Stored, exits: tuple[int, ...]) -> Counts:
-    """The stored calibration of the exits that are used; nothing counted where there is none."""
+    """The stored calibration of the exits in use; empty counts if there is none."""
     if not about.calibration:
         return (((0, 0),) * BINS,) * len(exits)
     lines = [about.calibration[heads.layers.index(layer)] for layer in exits]
@@ -450,7 +450,7 @@ def _counts(heads: ExitHeads, about: Stored, exits: tuple[int, ...]) -> Counts:
 
 
 def _read_widths(name: str, widths: Any) -> tuple[int, ...]:
-    """Numbers of guesses from a list, or from a text like "8,3"."""
+    """Widths from a list, or from a string like "8,3"."""
     try:
         found = [*map(int, widths.strip("[]() ").split(","))] if isinstance(widths, str) else list(widths)
     except (TypeError, ValueError):
@@ -473,7 +473,7 @@ def _check_fit(name: str, heads: Any, model: Model) -> None:
 
 
 def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
-    """Run a few tokens with their layers deferred, and at once; refuse a model where the two disagree.
+    """Run a few tokens with deferred layers, and without; refuse a model where the results differ.
 
     Some architectures share keys and values between layers, or pass on more than the hidden states.
     """
@@ -482,7 +482,7 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
     text = [token % model.vocabulary for token in (11, 23, 5, 17)]
     engine = Engine(model)
     engine.pool = Pool(model.device, capacity=16)
-    model.ends()  # refuses a model that has no place for exits
+    model.ends()  # refuses a model that does not support exits
     with engine.pool.sequence(text[:1]) as sequence:
         stairs = Staircase(engine, sequence, len(text))
         for place, token in enumerate(text):

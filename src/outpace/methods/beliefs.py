@@ -1,4 +1,4 @@
-"""What to believe of guesses where the host drafts: `Chances`, asked and told in plain Python."""
+"""Learned acceptance for drafting on the host: `Chances` in plain Python."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from math import exp, log2
 
 from ..step.chances import HALVING, KNOTS, Chances
 
-NEWS = 64  # guesses that are counted until beliefs are formed anew
+NEWS = 64  # draft tokens counted before the table is rebuilt
 
 
 class Beliefs:
-    """How likely paths are that a source has called so likely.
+    """Acceptance probabilities by a source's own estimates.
 
     >>> beliefs = Beliefs(Chances(["lookup", "recycled"]))
     >>> beliefs.learn(["recycled"] * 100, [0.5] * 100, right=range(25))
@@ -29,14 +29,14 @@ class Beliefs:
         self._logs: list[list[float]] = self.chances.table().tolist()
 
     def of(self, source: str, said: float) -> float:
-        """The chance of a path that a source has called so likely."""
+        """The probability of a path, given the source's own estimate."""
         place = min(-HALVING * log2(said), KNOTS - 1.0) if said > 0 else KNOTS - 1.0
         left = min(int(place), KNOTS - 2)
         logs = self._logs[self._number[source]]
         return exp(logs[left] + (logs[left + 1] - logs[left]) * (place - left))
 
     def learn(self, sources: Sequence[str], said: Sequence[float], right: Container[int]) -> None:
-        """Of guesses, what their sources said, and the numbers of those that were accepted."""
+        """Count draft tokens: their sources, the sources' estimates, and the indices of accepted ones."""
         knots = [min(round(-HALVING * log2(chance)), KNOTS - 1) if chance > 0 else KNOTS - 1 for chance in said]
         numbers = [self._number[source] for source in sources]
         self.chances.count(numbers, knots, [number in right for number in range(len(numbers))])

@@ -1,7 +1,7 @@
-"""When a token leaves at an exit: by a fixed threshold, or by what it is measured to bring and to cost.
+"""When a token exits early: above a fixed confidence, or where its measured acceptance is worth its cost.
 
-A guess that leaves early costs the layers below its exit once more, for the token after it. It brings a token if it is
-right, and all guesses before it were. So it pays while the product of those chances is worth more than the layers.
+An early exit costs the layers below it once more, for the next token. It gains a token if its draft token is right, and
+all before it were. So it pays while the product of these probabilities is worth more than the layers.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from ..runtime.plain import Engine
 Counts: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
 """[exit][bin of confidence] how many guesses there were, and how many were right."""
 
-LONGEST = 15  # guesses that wait, where a threshold does not say how many may
-BELIEF = 64  # a bin's stored counts weigh as much as so many of this text
+LONGEST = 15  # the most waiting draft tokens, if no threshold limits them
+BELIEF = 64  # the weight of a bin's stored counts, in draft tokens of this sequence
 SEEN = 256  # the same for how often its exit lands in each bin
-DOUBT = 2.0  # guesses that a bin is thought to have had before any was counted, right as often as their confidence
-MEMORY = 8  # tokens at plain decoding's cost that a text is thought to have begun with
-CPU_ROW = 0.14  # of a step: what a further row costs on a CPU, where it was not measured
-GPU_ROW, GPU_BEGIN = 0.002, 2.0  # the same on a GPU, and how many layers the pause between two climbs takes there
-PLAIN, TRIED = 4, 24  # steps that are written plainly at first, and tokens after which exits are compared with them
-WEIGHTS = 12  # a layer has about so many times the weights of a T
-STEPS = 400  # that a prediction plays through
-ENOUGH = 0.005  # of speed: what a further exit must bring at least
+DOUBT = 2.0  # prior of a bin, in draft tokens that are right as often as their confidence says
+MEMORY = 8  # prior of the cost per token, in tokens of plain decoding
+CPU_ROW = 0.14  # the cost of another row on a CPU, relative to a step, if it was not measured
+GPU_ROW, GPU_BEGIN = 0.002, 2.0  # the same on a GPU, and the pause between two climbs there, in layers
+PLAIN, TRIED = 4, 24  # plain steps at the start, and tokens after which exits are compared with them
+WEIGHTS = 12  # weights of a layer relative to those of a T
+STEPS = 400  # simulated steps of a prediction
+ENOUGH = 0.005  # the least gain in speed of another exit
 _CENTRES = [(low + high) / 2 for low, high in zip((0.0, *BORDERS), (*BORDERS, 1.0), strict=True)]
 
 
 class Control:
-    """Decides, row by row, which exits are asked and whether a guess leaves there."""
+    """Decides, row by row, which exits are evaluated and whether a token exits there."""
 
-    most: int  # guesses that may wait
+    most: int  # draft tokens that may wait
 
     def begin(self) -> None:
-        """A new chain begins."""
+        """A new chain starts."""
 
     def next(self, after: int) -> int | None:
-        """The next exit to ask, beyond `after` (-1: from the bottom); None: go to the top."""
+        """The next exit to evaluate, beyond `after` (-1: from the bottom); None: run to the top."""
         raise NotImplementedError
 
     def leaves(self, exit_: int, confidence: float) -> bool:
-        """Whether the newest row's guess leaves at this exit, where it was asked."""
+        """Whether the newest row's token exits here, where the exit was evaluated."""
         raise NotImplementedError
 
     def learn(self, exit_: int, confidence: float, right: bool) -> None:
-        """What became of a guess that an exit made."""
+        """Whether an exit's draft token was right."""
 
     def end(self, tokens: int) -> None:
-        """The chain is verified: it brought so many tokens."""
+        """The chain is verified, and yielded this many tokens."""
 
 
 class Fixed(Control):
-    """The paper's: a guess leaves where its confidence is above `gamma`, while fewer than `most` wait."""
+    """The paper's: a token exits if its confidence is above `gamma`, while fewer than `most` wait."""
 
     def __init__(self, exits: int, gamma: float, most: int) -> None:
         self.exits = exits
@@ -75,26 +75,26 @@ class Fixed(Control):
 
 @dataclass(frozen=True)
 class Costs:
-    """What things cost, in layers for one row."""
+    """Costs, in units of one layer for one row."""
 
     climbs: tuple[float, ...]  # from the bottom to each exit
     whole: float  # all layers and the output head
-    probe: float  # stopping at an exit and asking it
-    prices: tuple[float, ...]  # [rows - 1] of so many rows, where one row costs 1
-    begin: float = 0.0  # starting a climb; part of the whole, and of asking
+    probe: float  # stopping at an exit and evaluating it
+    prices: tuple[float, ...]  # [rows - 1] relative to one row
+    begin: float = 0.0  # starting a climb; part of `whole` and of `probe`
 
     def leaving(self, exit_: int, rows: int) -> float:
-        """What leaving costs, with so many rows in the chain: a second climb up to here, and a further row above."""
+        """The cost of exiting with this many rows in the chain: a second climb up to here, and another row above."""
         further = (self.prices[rows] - self.prices[rows - 1]) * (self.whole - self.climbs[exit_])
         return self.begin + self.climbs[exit_] + further
 
     def of(self, exits: Sequence[int]) -> Costs:
-        """With these exits alone."""
+        """With these exits only."""
         return replace(self, climbs=tuple(self.climbs[exit_] for exit_ in exits))
 
 
 def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
-    """The costs with exits after these layers, from what was measured, else from the sizes of things."""
+    """The costs with exits after these layers, as measured, or else estimated from sizes."""
     model, curve = engine.model, engine.costs
     slope, begin = (CPU_ROW, 0.0) if model.device.type == "cpu" else (GPU_ROW, GPU_BEGIN)
     head, asking, prices = model.vocabulary / (WEIGHTS * model.width), 0.0, None
@@ -109,15 +109,15 @@ def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
 
 
 class Calibrated(Control):
-    """Ours: no threshold. Chances by exit and bin of confidence, which the text itself goes on counting."""
+    """Ours, without a threshold: acceptance by exit and bin of confidence, updated while decoding."""
 
     most = LONGEST
 
     def __init__(self, counts: Counts, costs: Costs) -> None:
         self.costs = costs
-        self.seen: list[list[float]] = []  # [exit][bin] guesses that landed there
+        self.seen: list[list[float]] = []  # [exit][bin] draft tokens
         self.asked: list[list[float]] = []  # [exit][bin] those whose outcome is known
-        self.right: list[list[float]] = []  # [exit][bin] and those of them that were right
+        self.right: list[list[float]] = []  # [exit][bin] those that were right
         for line in counts:
             every = sum(asked for asked, _ in line)
             self.seen.append([0.1 + asked * min(1.0, SEEN / max(every, 1)) for asked, _ in line])
@@ -126,7 +126,7 @@ class Calibrated(Control):
             rights = zip(line, weights, _CENTRES, strict=True)
             self.right.append([DOUBT * centre + right * weight for (_, right), weight, centre in rights])
         self.spent, self.tokens = MEMORY * costs.whole, float(MEMORY)
-        self.chance, self.rows = 1.0, 1  # of the chain: that all its guesses are right, and how many rows it has
+        self.chance, self.rows = 1.0, 1  # of the chain: the probability that it is all right, and its rows
         self._gains: list[float] = []
         self._waiting: set[int] = set()  # exits where rows of the chain wait: all climbs stop there in any case
 
@@ -145,7 +145,7 @@ class Calibrated(Control):
         return None
 
     def _foresee(self) -> list[float]:
-        """[exits + 1] what the newest row may still win from an exit on, in layers. The last is the top: nothing."""
+        """[exits + 1] the expected gain of the newest row from each exit on, in layers; the last is the top: 0."""
         worth = self._worth()
         gains = [0.0]
         for exit_ in reversed(range(len(self.seen))):
@@ -156,11 +156,11 @@ class Calibrated(Control):
         return gains
 
     def _asking(self, exit_: int) -> float:
-        """What it costs to ask an exit. Where a row waits, leaving has paid for the stop."""
+        """The cost of evaluating an exit. Where a row waits already, the stop is paid for."""
         return self.costs.probe - (min(self.costs.begin, self.costs.probe) if exit_ in self._waiting else 0.0)
 
     def _worth(self) -> float:
-        """What a right guess behind this chain saves: a token at the cost that tokens have now."""
+        """What a right draft token after this chain saves: a token at its current cost."""
         return self.chance * min(self.spent / self.tokens, self.costs.whole)
 
     def leaves(self, exit_: int, confidence: float) -> bool:
@@ -187,7 +187,7 @@ class Calibrated(Control):
 
 
 class Guard:
-    """Whether the exits pay by the clock in this text: seconds a token, beside those of its first plain steps."""
+    """Whether the exits pay by the clock in this sequence: seconds per token, against its first plain steps."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.clock = clock
@@ -197,12 +197,12 @@ class Guard:
         self._seconds, self._tokens = 0.0, 0  # of steps with exits since they were last compared
 
     def begin(self) -> bool:
-        """A step begins: whether exits may be used in it."""
+        """A step starts: returns whether exits may be used in it."""
         self._began, self._uses = self.clock(), self.pays and len(self._plain) == PLAIN
         return self._uses
 
     def end(self, tokens: int) -> None:
-        """The step has brought so many tokens."""
+        """The step has yielded this many tokens."""
         seconds = self.clock() - self._began
         if not self._uses:
             self._plain = [*self._plain, seconds][:PLAIN]
@@ -215,9 +215,9 @@ class Guard:
 
 @lru_cache(maxsize=64)
 def predict(counts: Counts, costs: Costs) -> float:
-    """The speed with these exits, plain decoding's being 1: some steps played through, on chances alone.
+    """The speedup over plain decoding with these exits, from simulated steps.
 
-    A token that one exit finds easy, all find easy: one draw decides in which bin it lands at each.
+    A token that is easy for one exit is easy for all: one random draw decides its bin at each.
     """
     rng = random.Random(0)
     control = Calibrated(counts, costs)
@@ -247,9 +247,9 @@ def predict(counts: Counts, costs: Costs) -> float:
 
 @lru_cache(maxsize=64)
 def choose(counts: Counts, costs: Costs) -> tuple[tuple[int, ...], float]:
-    """The exits that are worth having together, and the speed with them: one more at a time, while it helps.
+    """The best set of exits and the speedup with it: greedily, one more at a time while it helps.
 
-    A token that an early exit did not let go is a hard one, so asking it again and again seldom pays.
+    A token that did not exit early is a hard one, so evaluating more exits for it seldom pays.
     """
     chosen: tuple[int, ...] = ()
     best = 1.0

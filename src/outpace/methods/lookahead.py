@@ -7,8 +7,8 @@ The window holds the last N−1 Jacobi iterations of W future positions. With th
     …
     level N−2    x   y   …
 
-column i goes down from spine token i, and sees the spine up to there and itself: a tree, shaped like a comb. Its
-lowest row yields the next iteration, and each column with what it yields is an n-gram for the pool.
+column i hangs from spine token i, and attends to the spine up to there and to itself: a tree, shaped like a comb. The
+lowest level's output is the next iteration, and each column with its output is an n-gram for the pool.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ..sources.window import Settings, Window
 from .base import Drafter, Method, Size, prices_of
 from .ngrams import History, NgramPool
 
-HISTORY_FLOOR = 0.002  # guesses from the text that are less likely leave their rows to the pool
-DOUBT = 4.0  # looks into the pool that a text is thought to have begun with, right as often as TRUST says
+HISTORY_FLOOR = 0.002  # below this probability, lookups in the sequence leave their rows to the pool
+DOUBT = 4.0  # prior of the pool's acceptance, in lookups that are right as often as TRUST says
 PUBLISHED: dict[str, Any] = {"longest_key": 1, "reach": 0, "recycle": False}  # what these are in the paper
 
 
@@ -121,14 +121,14 @@ class _Drafter(Drafter):
         self.history = History(method.longest_key)
         for length in range(1, len(sequence.tokens) + 1):
             self._read(sequence.tokens[max(0, length - method.ngram) : length])
-        # Levels as in the head of this file, but that level 0 is stored without the current token. It starts longer,
-        # because each step until all levels are there takes one token off every level.
+        # Levels as at the top of this file, except that level 0 is stored without the current token. It starts longer,
+        # because each step until all levels are filled drops one token of every level.
         spine = method.window - 1 + method.ngram - 2
         self.levels: list[list[int]] = [self.random.choices(sequence.tokens, k=spine)]
         self.tips: list[int] = []  # for each column, the row that ends it
         costs = engine.costs if method.window == 1 else None
         self.price = costs.price if costs else None
-        # By the length of the key: how often the pool had what came next, and how often it had anything.
+        # By key length: how often the pool had the next token, and how often it had anything.
         self.right, self.asked = [DOUBT * trust for trust in TRUST], [DOUBT for _ in TRUST]
 
     @property
@@ -145,7 +145,7 @@ class _Drafter(Drafter):
         return tree.draft(candidates if method.published else None)
 
     def _add_guesses(self, tree: Tree, room: int) -> None:
-        """Guesses from the text, then from the pool, until there are as many rows as G whole n-grams have."""
+        """Add lookups in the sequence, then n-grams of the pool, up to as many rows as G whole n-grams have."""
         ngram = self.method.ngram - 1
         most, deepest, length = 1 + self.method.guesses * ngram, min(self.method.reach, room), min(ngram, room)
         expected = self.history.grow(tree, most, deepest, "history", floor=HISTORY_FLOOR, price=self.price)
@@ -158,25 +158,25 @@ class _Drafter(Drafter):
             tree.insert(self._prolonged(run, length), "n-gram")
 
     def _add_what_pays(self, tree: Tree, most: int, length: int, expected: float, price: Prices) -> None:
-        """Guesses from the pool, as far as they pay in a step that is expected to bring so many tokens without them."""
+        """Add n-grams of the pool as far as they pay, in a step with `expected` tokens without them."""
         best, rows = expected / price(len(tree)), len(tree)
         chances = self._chances(length)
         for path in sorted(chances, key=lambda path: -chances[path]):  # the order of equals stays: parents come first
-            # No guess to come is likelier, so no number of them is worth its price.
+            # All further ones are less likely, so no number of them is worth its price.
             if len(tree) >= most or chances[path] <= best * price.slope(len(tree)):
                 break
             before = len(tree)
             tree.insert(path, "n-gram")
-            expected += chances[path] * (len(tree) - before)  # what the text guesses too is there already
+            expected += chances[path] * (len(tree) - before)  # the sequence's own lookups are there already
             if expected / price(len(tree)) > best:
                 best, rows = expected / price(len(tree)), len(tree)
         tree.cut(rows)
 
     def _chances(self, length: int) -> dict[tuple[int, ...], float]:
-        """The chance of each path of up to `length` tokens that the pool has here. None is likelier than its parent.
+        """The probability of each path of up to `length` tokens from the pool. None is more likely than its parent.
 
-        The pool is believed as often as it was right in this text, for each length of key, longer ones first and the
-        text itself before all; its runs share that alike. Within a run each token makes the match longer: TRUST.
+        The pool's acceptance rate in this sequence, by key length, longer keys first and after the sequence's own
+        lookups, is shared equally among its n-grams. Within an n-gram each token makes the match longer: TRUST.
         """
         text = self.sequence.tokens
         chances: dict[tuple[int, ...], float] = defaultdict(float)
@@ -204,7 +204,7 @@ class _Drafter(Drafter):
         self.tips = []
         deepest = len(self.levels[0]) + len(self.levels) - 1
         if deepest > room:
-            return  # the context ends here: no more probing
+            return  # no window near the end of the context
         spine = [0, *tree.insert(self.levels[0], "window")]
         for column, row in enumerate(spine):
             tooth = [level[column] for level in self.levels[1:]]
@@ -231,13 +231,13 @@ class _Drafter(Drafter):
             self.levels = [level[1:] for level in [*self.levels, found]]
 
     def _judge(self, end: list[int], token: int) -> None:
-        """Count what the pool has at the end of a text that went on with `token`, whether it was drafted or not."""
+        """Count whether the pool has `token`, which followed this end, drafted or not."""
         for key, runs in self.pool.by_key(end):
             self.asked[_place(key)] += 1
             self.right[_place(key)] += any(run[0] == token for run in runs)
 
     def _read(self, end: list[int]) -> None:
-        """Take in one token of text, the last of `end`."""
+        """Append one token of the sequence, the last of `end`."""
         if self.method.prompt_pool and self.method.reach:
             self.history.extend(end[-1:])
         elif self.method.prompt_pool and len(end) == self.method.ngram:
@@ -249,5 +249,5 @@ class _Drafter(Drafter):
 
 
 def _place(match: int) -> int:
-    """Where TRUST speaks of so many tokens that match."""
+    """The index in TRUST for this match length."""
     return min(match, len(TRUST)) - 1

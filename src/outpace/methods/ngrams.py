@@ -1,7 +1,7 @@
-"""What followed what: the memories that guess by repetition.
+"""Lookup tables for drafts from repetition.
 
-`History` remembers the text itself, `Recycled` what the model expected after each token, `NgramPool` short runs of
-tokens from anywhere.
+`History` has the sequence itself, `Recycled` the model's top tokens after each token, `NgramPool` n-grams from any
+source.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..sources.recycle import NAMES, RUNNERS
 from .beliefs import Beliefs
 
 RECYCLED, RUNNER_UP = NAMES
-MEMORY = 2**14  # tokens whose followers are remembered at most
+MEMORY = 2**14  # the most tokens with stored successors
 
 
 class Recycled:
-    """The `ranks` likeliest tokens after each token, by what the model said the last time that it computed it.
+    """The model's `ranks` top tokens after each token, from the last time that it computed that token.
 
     >>> recycled = Recycled(ranks=2)
     >>> recycled.learn([7, 5, 7], torch.tensor([[0.0, 2.0, 2.0], [9.0, 0.0, 1.0], [8.0, 8.0, 8.0]]), last=1)
@@ -36,15 +36,15 @@ class Recycled:
     """
 
     def __init__(self, ranks: int, known: Recycled | None = None) -> None:
-        """It may begin with what another text's has `known`."""
+        """It may start with a copy of another sequence's, `known`."""
         self._ranks = ranks
-        self._next: dict[int, dict[int, float]] = dict(known._next) if known else {}  # token -> token -> its chance
-        self.runners: dict[int, float] = {}  # what was ranked behind the text's last token, and may come right after it
+        self._next: dict[int, dict[int, float]] = dict(known._next) if known else {}  # token -> next -> probability
+        self.runners: dict[int, float] = {}  # the runners-up to the last token, which may come right after it
 
     def learn(self, tokens: Sequence[int], logits: torch.Tensor, last: int) -> None:
-        """What the model says after tokens, logits [tokens, vocabulary]. Of equal tokens the first is remembered.
+        """Store the model's logits [tokens, vocabulary] after these tokens. Of equal tokens the first counts.
 
-        After the token with the number `last` it chose the text's newest.
+        After the one with index `last` it chose the sequence's newest token.
         """
         found = likeliest(logits, self._ranks)
         for token, best, chances in zip(reversed(tokens), *found.flip(1).tolist(), strict=True):
@@ -54,12 +54,12 @@ class Recycled:
         self.runners = dict(zip(map(int, found[0, last, 1:].tolist()), RUNNERS, strict=False))
 
     def after(self, token: int) -> dict[int, float]:
-        """The chance of each token that may follow."""
+        """The probability of each stored successor."""
         return self._next.get(token, {})
 
 
 class History:
-    """What came next after each run of `shortest` to `longest` tokens in a growing text, or in some: BETWEEN ends one.
+    """The successors of each n-gram of `shortest` to `longest` tokens in a growing sequence; BETWEEN separates several.
 
     >>> history = History(longest=2)
     >>> history.extend([1, 2, 3, 1, 2, 4, 1, 2])
@@ -69,12 +69,12 @@ class History:
 
     def __init__(self, longest: int, shortest: int = 1) -> None:
         self._longest, self._shortest = longest, shortest
-        self.earlier: History | None = None  # of other texts: what came next there is guessed too
-        self._end: list[int] = []  # the last tokens of the text
+        self.earlier: History | None = None  # of stored sequences, to draft from too
+        self._end: list[int] = []  # the last tokens of the sequence
         self._next: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)  # run -> token -> how often
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in new text."""
+        """Append new tokens."""
         for token in tokens:
             if token == BETWEEN:
                 self._end = []
@@ -85,7 +85,7 @@ class History:
             self._end = [*self._end, token][-self._longest :]
 
     def forget(self, tokens: Sequence[int], count: int) -> None:
-        """Leave out the first `count` tokens taken in. `tokens` are these, and up to `longest` behind them."""
+        """Remove the first `count` tokens. `tokens` are these, and up to `longest` after them."""
         for start in range(count):
             for stop in range(start + 1, min(start + 1 + self._longest, len(tokens))):
                 run, token = tuple(tokens[start:stop]), tokens[stop]
@@ -101,7 +101,7 @@ class History:
                     del self._next[run]
 
     def chances(self, end: Sequence[int]) -> dict[int, float]:
-        """The chance of each token to follow a text with this end, longer matches first."""
+        """The probability of each next token after this end, longer matches first."""
         chances: dict[int, float] = {}
         belief = 1.0
         end = tuple(end)
@@ -129,17 +129,16 @@ class History:
         beliefs: Beliefs | None = None,
         said: list[float] | None = None,
     ) -> float:
-        """Add the likeliest guesses to the tree, until it has `rows` rows or no guess has a chance above `floor`.
+        """Add the most likely draft tokens to the tree, up to `rows` rows, and none with a probability below `floor`.
 
-        They come from the text, from earlier ones, and from what is `recycled`: the likeliest of them. What they are
-        called is what they are believed to be, or `beliefs` say that; it goes to `said` for every row that is added.
+        They come from the sequence, from stored ones, and from `recycled`. Their probabilities are the source's own
+        estimates, or those that `beliefs` correct; the estimate of every added row is appended to `said`.
 
-        Nothing is added where not even the first guess has the chance `gate`. Where the `price` of a step by its rows
-        is known, as many are added as give the most expected tokens for it: none, if that is best. Returns how many
-        tokens a step with them is expected to bring.
+        Nothing is added if the best one is below the probability `gate`. With the `price` of a step by rows, as many
+        are added as maximize expected tokens per cost, possibly none. Returns the expected tokens of the step.
         """
-        # A heap of guesses: -chance, order, parent row, token, its depth, the end of the text before it, who guesses,
-        # how likely that one calls it.
+        # A heap of draft tokens: -probability, order, parent row, token, depth, the tokens before it, source, its own
+        # estimate.
         waiting: list[tuple[float, int, int, int, int, tuple[int, ...], str, float]] = []
         order = 0
 
@@ -169,7 +168,7 @@ class History:
         best, best_expected = expected / price(best_rows) if price else 0.0, expected
         while waiting and len(tree) < rows:
             negative, _, parent, token, at, end, by, called = heapq.heappop(waiting)
-            # No guess to come is likelier, so no number of them is worth its price.
+            # All further ones are less likely, so no number of them is worth its price.
             if price and -negative <= best * price.slope(len(tree)):
                 break
             (row,) = tree.insert((token,), by, below=parent)
@@ -189,7 +188,7 @@ class History:
 
 
 class NgramPool:
-    """For each key of one or more tokens, the runs that followed it lately: `capacity` at most, newest first.
+    """For each key of one or more tokens, its latest continuations: at most `capacity`, newest first.
 
     >>> pool = NgramPool(longest=1, capacity=2)
     >>> for run in ([7, 1, 1], [7, 2, 2], [7, 3, 3], [7, 2, 2]): pool.add(run)
@@ -203,7 +202,7 @@ class NgramPool:
         self._runs: dict[tuple[int, ...], dict[tuple[int, ...], None]] = defaultdict(dict)  # key -> runs, newest last
 
     def add(self, *ngrams: Sequence[int]) -> None:
-        """Remember n-grams, each under all of its beginnings that a key may have."""
+        """Add n-grams, each under all of its prefixes that may be keys."""
         runs_after, longest, capacity = self._runs, self._longest, self._capacity  # this runs a hundred times a step
         for ngram in map(tuple, ngrams):
             for key in range(1, min(longest, len(ngram) - 1) + 1):
@@ -216,12 +215,12 @@ class NgramPool:
                     del runs[next(iter(runs))]
 
     def continuations(self, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Runs that followed the end of `text`: longest key first, then newest first."""
+        """Continuations of `text`: longest key first, then newest first."""
         for _, runs in self.by_key(text):
             yield from runs
 
     def by_key(self, text: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
-        """The same, with the length of the key that they were found by."""
+        """The same, with the length of the key."""
         for key in range(min(self._longest, len(text)), 0, -1):
             if runs := self._runs.get(tuple(text[-key:])):
                 yield key, [*reversed(runs)]

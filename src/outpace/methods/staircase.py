@@ -1,7 +1,7 @@
-"""The staircase: rows of one chain that have climbed to different layers.
+"""The staircase: rows of one chain that have run different numbers of layers.
 
-A row may stop at a layer while the next row starts at the bottom. When that one reaches the layer, both go on together:
-the layers above are run once for all of them.
+A row may stop at a layer while the next row starts at the bottom. When that one reaches the layer, both continue
+together: the layers above run once for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..runtime.plain import Asking, Engine, Question, Work
 
 
 class Climb(NamedTuple):
-    """The rows from `first` on go together from layer `start` to layer `stop`."""
+    """Run the rows from `first` on through layers `start` to `stop`."""
 
     first: int
     start: int
@@ -26,7 +26,7 @@ class Climb(NamedTuple):
 
 
 class Heights:
-    """How many layers each row of a chain has behind it. Pure: it says which climbs to run, and in what order.
+    """How many layers each row of a chain has run. Pure: it lists the climbs to run, in order.
 
     >>> heights = Heights()
     >>> heights.push(), list(heights.climb(16))
@@ -39,12 +39,12 @@ class Heights:
         self.rows: list[int] = []
 
     def push(self) -> int:
-        """A row at the bottom; its number."""
+        """Add a row at the bottom; returns its number."""
         self.rows.append(0)
         return len(self.rows) - 1
 
     def climb(self, to: int) -> Iterator[Climb]:
-        """What brings the last row to layer `to`. Rows that wait on the way go on with it."""
+        """The climbs that bring the last row to layer `to`. Rows that wait on the way join it."""
         while (start := self.rows[-1]) < to:
             first = self.rows.index(start)
             stop = min(to, self.rows[first - 1]) if first else to
@@ -56,10 +56,10 @@ class Heights:
 
 
 class Staircase:
-    """The rows below the last token of a text, computed as far as they were asked to climb.
+    """The rows after a sequence's last token, each computed up to some layer.
 
-    All of the text before that token must be computed. Rows write to slots that await the verdict
-    (`sequence.drafted`), so whoever ends the text or keeps a part of the chain leaves nothing behind.
+    Everything before that token must be computed. Rows write to slots that await the verdict (`sequence.drafted`), so
+    they are freed as usual when the sequence ends or part of the chain is kept.
     """
 
     def __init__(self, engine: Engine, sequence: Sequence, most: int) -> None:
@@ -71,18 +71,18 @@ class Staircase:
         self.tokens: list[int] = []
         self.heights = Heights()
         model = engine.model
-        self._hidden = torch.zeros(most, model.width, dtype=model.dtype, device=model.device)  # where rows are left
+        self._hidden = torch.zeros(most, model.width, dtype=model.dtype, device=model.device)  # of rows
 
     def push(self, token: int) -> None:
-        """Add a row at the bottom, behind the last."""
+        """Add a row at the bottom, after the last."""
         self.tokens.append(token)
         self.heights.push()
         self.engine.pool.extend(self.sequence)
 
     def climb(self, to: int, question: Question | None = None) -> Asking[Output]:
-        """Bring the last row to layer `to`, where it is not yet, and with it those that wait on the way.
+        """Run the last row up to layer `to`, if it is not there yet, together with rows that wait on the way.
 
-        The output is that of the last climb. A question is put to the last row once it is there.
+        Returns the output of the last climb. A question is asked about the last row once it is there.
         """
         assert self.heights.rows[-1] < to
         for first, start, stop in self.heights.climb(to):
@@ -97,7 +97,7 @@ class Staircase:
         return output
 
     def finish(self) -> Asking[Scores]:
-        """Bring every row to the top."""
+        """Run every row to the top."""
         output = yield from self.climb(self.top)
         assert len(output.logits) == len(self.tokens)
         assert self.heights.rows == [self.top] * len(self.tokens)

@@ -1,4 +1,4 @@
-"""A store of earlier texts, in which guesses are looked for as they are in the text itself."""
+"""A store of finished sequences, for lookups beyond the current sequence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MOST = 2**20  # tokens
 
 
 class Earlier:
-    """The newest tokens of the texts that a model has written, the oldest first, with BETWEEN behind each text."""
+    """The newest tokens of finished sequences, oldest first, with BETWEEN after each sequence."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.tokens = torch.full((size,), BETWEEN, device=device)  # stays in place: graphs read it
+        self.tokens = torch.full((size,), BETWEEN, device=device)  # a static buffer: graphs read it
 
     def add(self, text: Sequence[int]) -> None:
-        """A text has ended. The oldest tokens make room for it."""
+        """Append a finished sequence, and drop the oldest tokens."""
         new = [*text, BETWEEN][-len(self.tokens) :]
         if "runs" in vars(self):
             self.runs.forget(self.tokens[: len(new) + len(TRUST)].tolist(), len(new))
@@ -38,17 +38,17 @@ class Earlier:
 
     @cached_property
     def runs(self) -> History:
-        """What came next after each run of some tokens, where the host drafts. One token alone says too little."""
+        """The store as a table of n-grams, for drafting on the host. Keys of a single token are too weak."""
         runs = History(len(TRUST), shortest=2)
         runs.extend(self.tokens.tolist())
         return runs
 
 
 class Store:
-    """The newest `size` tokens of earlier texts, prompts and answers, in memory alone.
+    """The newest `size` tokens of finished sequences, prompts and answers, in memory only.
 
-    It belongs to one method, `Auto(store=65536)`, and knows only texts that were written with it; each model's apart.
-    Whose texts must not be guessed from each other's (users of a server) have a method each.
+    It belongs to one method, `Auto(store=65536)`, and has only sequences decoded with it, separately for each model.
+    Users whose text must not be shared (of a server) need a method object each.
     """
 
     def __init__(self, size: int) -> None:
@@ -64,14 +64,14 @@ class Store:
         return f"{self.size} tokens"
 
     def of(self, model: Model) -> Earlier:
-        """What it holds of a model's texts."""
+        """Its tokens of one model."""
         if model not in self._earlier:
             self._earlier[model] = Earlier(self.size, model.device)
         return self._earlier[model]
 
 
 def make_store(method: Auto | PromptLookup) -> None:
-    """Put a store where a method's setting has the number of its tokens; 0 stays."""
+    """Replace a method's setting, the number of tokens, by a store; 0 stays."""
     if not isinstance(method.store, Store):
         method.check(store=(0, MOST))
         if method.store:
@@ -79,5 +79,5 @@ def make_store(method: Auto | PromptLookup) -> None:
 
 
 def earlier(store: Store | int, model: Model) -> Earlier | None:
-    """What a method's store holds of a model's texts, if it has one."""
+    """The tokens in a method's store for a model, if it has one."""
     return store.of(model) if isinstance(store, Store) else None
