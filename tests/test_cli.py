@@ -604,6 +604,20 @@ def test_ctrl_c_keeps_what_was_learnt(folder: Path, heads: Path, monkeypatch: py
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_training_goes_on_from_trained_heads(folder: Path, heads: Path) -> None:
+    kinds, out = ("hydra",), heads.parent / "further"
+    assert train(folder, heads, "--updates", 2, "--force", kinds=kinds).exit_code == 0
+    options = ("--updates", 1, "--start", heads, "--rate", 1e-12, "--vector-rate", 1e-12)
+    further = train(folder, out, *options, kinds=kinds)
+    assert further.exit_code == 0, further.stderr
+    before, after = (load_file(place / "hydra" / "heads-1-of-1.safetensors") for place in (heads, out))
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert json.loads((out / "hydra" / "config.json").read_text())["training"]["after"]["updates"] == 2
+    other = ("--start", heads, "--set", "hydra.count=3", "--force")
+    assert_refused(train(folder, out, *other, kinds=kinds), "hydra.count=3", "--start")
+    assert_refused(train(folder, out, "--start", out / "none", "--force", kinds=kinds), "no config.json")
+
+
 def test_without_prompts_our_own_are_trained_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

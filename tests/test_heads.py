@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from outpace import (
@@ -42,6 +43,7 @@ from outpace.heads import (
     Heads,
     MedusaSettings,
 )
+from outpace.heads.block import _attend_to_few
 from outpace.heads.blocks import BlockShape
 from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.heads.trees import best_tree
@@ -543,3 +545,12 @@ def test_a_quick_twin_guesses_the_same_with_the_same_weights(kind: str) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
     places = {weight.untyped_storage().data_ptr() for weight in heads.parameters()}
     assert {weight.untyped_storage().data_ptr() for weight in twin.parameters()} == places
+
+
+def test_attention_among_few_places_is_torchs_own() -> None:
+    """It is what block heads are trained with."""
+    query = torch.randn(5, 6, 8, 16, dtype=torch.float64)
+    for heads in (6, 2):
+        key, value = torch.randn(2, 5, heads, 8, 16, dtype=torch.float64)
+        found = _attend_to_few(query, key, value, heads < 6)
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(query, key, value, enable_gqa=heads < 6))

@@ -18,7 +18,7 @@ from outpace import InputError
 from outpace.heads import KINDS, AmphistaSettings, BlockSettings, HeadSettings, MedusaSettings
 from outpace.heads.blocks import BlockShape
 from outpace.models.hf import HFModel
-from outpace.models.whole import last_layers, layer_sizes, write_batch
+from outpace.models.whole import CHECKED, last_layers, layer_sizes, write_batch
 from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
 from outpace.training.muon import Muon, orthogonal
 from outpace.training.prompts import Exchange, derive, distinct
@@ -72,11 +72,11 @@ def test_answers_in_batches_are_those_one_by_one(name: str, tmp_path: Path) -> N
     before = model.config._attn_implementation
     rng = random.Random(name)
     prompts = [rng.choices(range(VOCABULARY), k=length) for length in (3, 7, 4, 12)]
-    write_answers(model, prompts, tmp_path, [], batch=4, new_tokens=10, greedy=True)
+    write_answers(model, prompts, tmp_path, [], batch=4, new_tokens=CHECKED + 8, greedy=True)
     assert model.config._attn_implementation == before
     for text in read_answers(tmp_path):
         ids = text.tokens[None, : text.prompt]
-        own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=CHECKED + 8, do_sample=False)
         assert torch.equal(own[0], text.tokens)
 
 

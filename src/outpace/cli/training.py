@@ -116,21 +116,23 @@ def train(
     open_out(out, resume, () if force else kinds)  # before anything that takes long
     decoder, loaded = load_both(model, dtype, device or team.device)
     ends = decoder.model.ends()
+    earlier = {}
     if start is None:
         heads = {kind: make_heads(loaded, ends, kind, chosen[kind]) for kind in kinds}
     else:
-        heads = {kind: start_from(start / kind, decoder.model, kind, chosen[kind]) for kind in kinds}
+        begun = {kind: start_from(start / kind, decoder.model, kind, chosen[kind]) for kind in kinds}
+        heads = {kind: found for kind, (found, _) in begun.items()}
+        earlier = {kind: stored.training for kind, (_, stored) in begun.items()}
     with progress_bar("answering", team.leads) as show:
         written = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team, judged)
     made_by = {"prompts": prompts.name if prompts else "own", **asdict(how)}
-    earlier = {"start": str(start)} if start else {}
     try:
         with progress_bar("training", team.leads) as show:
             found = run(
                 *(loaded, decoder.model, heads, written, plan, out),
                 resume=resume,
-                made_by={**made_by, **earlier},
-                fit=start is None,
+                made_by=made_by,
+                earlier=earlier,
                 show=show,
                 team=team,
                 bits=bits,

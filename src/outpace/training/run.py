@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +73,9 @@ def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -
     return heads
 
 
-def start_from(folder: Path, model: Any, kind: str, settings: Mapping[str, Any]) -> Heads:
+def start_from(folder: Path, model: Any, kind: str, settings: Mapping[str, Any]) -> tuple[Heads, Stored]:
     """Trained heads, to be trained further. `model` is the adapted target. Settings cannot change."""
-    found, _ = load(folder, model, TRAINABLE)
+    found, about = load(folder, model, TRAINABLE)
     if found.kind != kind:
         raise InputError(f"{folder} has {found.kind} heads, not {kind}. Name the folder that contains {kind}.")
     stored = asdict(found.settings)
@@ -84,7 +85,7 @@ def start_from(folder: Path, model: Any, kind: str, settings: Mapping[str, Any])
                 f"{kind}.{name}={value}: the heads in {folder} have {stored[name]}, and training further cannot change "
                 "it. Leave out this setting, or --start."
             )
-    return found
+    return found, about
 
 
 def answers(
@@ -276,15 +277,15 @@ def train(
     show: Show = lambda share, text: None,
     team: Team | None = None,
     bits: int = 16,
-    fit: bool = True,
+    earlier: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Trained:
-    """Train heads together and write each to its folder in `out`. `fit`: whether they are new."""
+    """Train heads together and write each to its folder in `out`. `earlier`: how they were trained before, by kind."""
     checkpoint = open_out(out, resume)
     trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan, team)
     if checkpoint.exists():
         trainer.resume(checkpoint)
     with noted_interrupts() as stopping:
-        trainer.run(texts.learnt, show, checkpoint, texts.held_out, stopping, fit)
+        trainer.run(texts.learnt, show, checkpoint, texts.held_out, stopping, fit=not earlier)
     accuracies = trainer.accuracies(texts.held_out)
     judged = trainer.accuracies(texts.judged) if texts.judged else {}
     base = fingerprint(adapted)
@@ -304,7 +305,9 @@ def train(
     confidence, speed = {}, {}
     for name, part in heads.items():
         found = _rounded(accuracies[name])
-        more = {"judged": _rounded(judged[name])} if judged else {}
+        more: dict[str, Any] = {"judged": _rounded(judged[name])} if judged else {}
+        if name in earlier:
+            more["after"] = {key: value for key, value in earlier[name].items() if key in training and key != "curve"}
         tree: list[list[int]] = []
         counts: list[list[list[int]]] = []
         if isinstance(part, ExitHeads):
