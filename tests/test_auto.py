@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from outpace import (
+from outpace import Amphista, (
     Auto,
     Autoregressive,
     CostCurve,
@@ -463,6 +463,16 @@ def test_the_quickest_method_is_taken_and_the_boldest_tried_again() -> None:
     assert known.choose(methods) == 0
     assert known.begun == {"lookahead": 3, "prompt-lookup": 6}
     assert known.speeds["prompt-lookup"] == 1.2
+
+
+def test_on_a_cpu_the_first_text_does_not_begin_with_heads() -> None:
+    known = auto.Known(Decoder(tiny("Llama")).engine)
+    methods = [Amphista(), PromptLookup(recycled=8), PromptLookup()]
+    assert known.choose(methods) == 1
+    known.learn(methods[1], 1.3)
+    assert known.choose(methods) == 0
+    known.learn(methods[0], 1.1)
+    assert known.choose(methods) == 1
 
 
 @pytest.mark.parametrize(("patience", "steps"), [(1e9, 16), (0.0, 6)])

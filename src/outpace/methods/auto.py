@@ -43,7 +43,7 @@ SIZES = (1, 16)  # rows of a step, besides the most
 TRIAL = 16  # steps until it is looked whether a method pays
 SOON = 4  # steps until one is given up that is LOST times as fast as plain decoding, or slower
 LOST = 0.7
-HOPE = 3.0  # the speed that is expected of the boldest method before it was tried; of the next, one less
+HOPE = 3.0  # the speed that is expected of the first method before it was tried; of the next, one less
 AGAIN = 8  # so many texts until the boldest is tried again
 PACE = 0.3  # how quickly a method's known speed follows that of its texts
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
@@ -185,8 +185,14 @@ class Known:
             del self._left[next(iter(self._left))]
 
     def choose(self, methods: Sequence[Method]) -> int:
-        """Which of these a text begins with: the quickest, and now and then the boldest again."""
-        speeds = [self.speeds.get(_label(method), HOPE - place) for place, method in enumerate(methods)]
+        """Which of these a text begins with: the quickest, and now and then the boldest again.
+
+        On a CPU the very first does not begin with heads: they read the output head once more for every step.
+        """
+        hopes = [HOPE - place for place in range(len(methods))]
+        if self.engine.model.device.type == "cpu" and isinstance(methods[0], Headed):
+            hopes[:2] = hopes[1::-1]
+        speeds = [self.speeds.get(_label(method), hope) for method, hope in zip(methods, hopes, strict=True)]
         chosen = 0 if (self.begun.total() + 1) % AGAIN == 0 else speeds.index(max(speeds))
         self.begun[_label(methods[chosen])] += 1
         return chosen
