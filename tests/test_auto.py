@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from outpace import Amphista, (
+from outpace import (
+    Amphista,
     Auto,
     Autoregressive,
     CostCurve,
