@@ -461,7 +461,7 @@ class Decoder:
         tokens = self._encode(prompt, raw)
         if not tokens:
             raise InputError("the prompt is empty. Give at least one token.")
-        for token in tokens:
+        for token in (min(tokens), max(tokens)):
             if not 0 <= token < self.model.vocabulary:
                 raise InputError(
                     f"the prompt has token id {token}; the model's ids are 0 to {self.model.vocabulary - 1}."
@@ -472,7 +472,11 @@ class Decoder:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()  # a tensor or an array of token ids
         if not isinstance(prompt, str):
-            items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
+            items: list[Any] = [None]
+            if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+                items = list(prompt)
+            if {*map(type, items)} == {int}:  # quicker than to look at each
+                return items
             ids = [index(item) for item in items if isinstance(item, SupportsIndex) and not isinstance(item, bool)]
             if len(ids) == len(items):
                 return ids

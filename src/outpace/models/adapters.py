@@ -41,7 +41,7 @@ def base_of(model: Any) -> Any:
 
 def adapters_of(model: Any) -> tuple[object, ...]:
     """A model's adapters, and which of them are active, layer by layer."""
-    layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    layers = [module for module in _modules(model) if "merged_adapters" in vars(module)]
     return tuple(
         (id(layer), bool(layer.disable_adapters), *map(str, layer.active_adapters), len(layer.merged_adapters))
         for layer in layers
@@ -53,8 +53,20 @@ def stamp_of(model: Any) -> int:
     return hash(tuple(_versions(model)))
 
 
+def _modules(model: Any) -> list[Any]:
+    """All modules of a model: `modules()` makes a name for each, which takes milliseconds for every sequence."""
+    found = {id(model): model}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return [*found.values()]
+
+
 def _versions(model: Any) -> Iterator[tuple[int, int]]:
-    for module in model.modules():
+    for module in _modules(model):
         for weight in module._parameters.values():
             if weight is not None:
                 yield id(weight), 0 if weight.is_inference() else weight._version
