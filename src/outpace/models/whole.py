@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
+from ..errors import OutpaceWarning
 from .hf import attend
 
 CHECKED = 32  # tokens of each text, until it is looked who has ended
@@ -121,6 +123,7 @@ class _Texts:
         self.cache.layers = [_Growing(most, self.at) for _ in layers_of(model)]
         self.takes = inspect.signature(model.forward).parameters
         self.fixed = "position_ids" in self.takes and _sees_all(model)
+        self.captured = self.fixed and device.type == "cuda"
 
     def read(self) -> None:
         """Prefill, and each text's first token."""
@@ -138,17 +141,29 @@ class _Texts:
                 self._take(self._logits(self.newest, self.mask[:, :shown].long(), self.positions))
             return
         self._step()  # as it is: nothing may be set up for the first time while a graph is captured
-        if not self.at.is_cuda or count == 1:
-            for _ in range(count - 1):
-                self._step()
-            return
+        graph = self._capture() if count > 1 and self.captured else None
+        for _ in range(count - 1):
+            self._step() if graph is None else graph.replay()
+        if graph:
+            torch.cuda.synchronize()  # before the graph is gone
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        """A step as a graph; none, from now on, if the model has something that cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.chance)
-        with torch.cuda.graph(graph):
-            self._step()
-        for _ in range(count - 1):
-            graph.replay()
-        torch.cuda.synchronize()  # before the graph is gone
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.captured = False
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(
+                f"answers are written without CUDA graphs, and slower: {reason}", OutpaceWarning, stacklevel=2
+            )
+            return None
+        return graph
 
     def left(self) -> int:
         """How many texts have not ended."""
