@@ -1,6 +1,6 @@
 """A real server under load: closed loops of clients over loopback, in a process of their own (clients.py).
 
-    python scripts/load.py table  --model DIR --data FILE --times 8   1, 4, 16, 64 clients; as in steps.py, on CUDA
+    python scripts/load.py table  --model DIR --data FILE --times 8   1, 4, 16, 64 clients; as in lab, on CUDA
     python scripts/load.py table  --clients 1 4                       any model as it is: the embedded one
     python scripts/load.py memory                                     8 clients for 10 minutes: memory, slots
     python scripts/load.py turns                                      first token of a chat's second turn
@@ -24,6 +24,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -85,11 +86,12 @@ def serving(decoder: Decoder, **settings: Any) -> Iterator[tuple[Server, Clients
 def decoder_of(arguments: argparse.Namespace) -> Decoder:
     if arguments.times == 1:
         return load(arguments.model)
-    from steps import prepare
+    from lab.methods import usual
+    from lab.models import set_up
 
-    decoder, methods, _ = prepare(arguments)
-    decoder.method = methods["auto"]
-    return decoder
+    setup = set_up(arguments)
+    setup.decoder.method = setup.decoder.prepare(usual(setup, arguments.times)["auto"])
+    return setup.decoder
 
 
 def questions_of(decoder: Decoder, arguments: argparse.Namespace) -> list[str]:
@@ -335,7 +337,7 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=16, help="prompts for the server's own cost")
     parser.add_argument("--settled", type=float, default=0.2, help="share of the time that memory may grow in")
     arguments = parser.parse_args()
-    arguments.only, arguments.exact, arguments.runtime = ["auto"], False, "auto"
+    arguments.heads, arguments.runtime, arguments.threads = [], "auto", torch.get_num_threads()
     alone = arguments.what == "memory"
     arguments.clients = arguments.clients or ([8] if alone else [1, 4, 16, 64])
     arguments.seconds = arguments.seconds or (600.0 if alone else 5.0)

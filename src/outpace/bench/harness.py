@@ -89,12 +89,13 @@ def measure(
     journal: Path,
     show: Show = lambda share, text="": None,
     traces: Path | None = None,
+    warm: bool = False,
 ) -> Measured:
     """Run everything that is not in the journal yet. The first entry is plain decoding, the reference for the others.
 
-    With `traces`, each run of our methods writes one to that folder.
+    With `traces`, each run of our methods writes one to that folder. `warm`: the entries need no warm-up.
     """
-    return _Bench(decoder, entries, questions, settings, journal, show, traces).run()
+    return _Bench(decoder, entries, questions, settings, journal, show, traces, warm).run()
 
 
 class _Bench:
@@ -107,6 +108,7 @@ class _Bench:
         journal: Path,
         show: Show,
         traces: Path | None,
+        warm: bool,
     ) -> None:
         labels = [entry.label for entry in entries]
         if len(set(labels)) < len(labels):
@@ -124,7 +126,7 @@ class _Bench:
         self._resumed = 0
         self._show = show
         self._traces = traces
-        self._warm = False
+        self._warm = warm
 
     def run(self) -> Measured:
         runs = list[dict[str, Any]]()

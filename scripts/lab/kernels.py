@@ -1,4 +1,4 @@
-"""Exact mode on a CUDA GPU: bits and prices, kernel by kernel. `gpu_session.py kernels` runs it; it needs no model.
+"""Exact mode on a CUDA GPU: bits and prices, kernel by kernel. No model is needed.
 
 Each line says `same bits` or where bits differ, and prices are beside those of what runs without exact mode.
 """
@@ -32,7 +32,7 @@ LENGTHS = (256, 1024, 8192)
 COLD = 256 << 20  # bytes of weights that are gone through in turn, so that none are in the cache
 
 
-def kernel_checks(arguments: argparse.Namespace) -> None:
+def kernels(arguments: argparse.Namespace) -> None:
     """All of it, or what `--only` names: products, gated, attention."""
     checks = {"products": products, "gated": gates, "attention": attentions}
     for name, check in checks.items():
