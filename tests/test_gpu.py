@@ -19,6 +19,7 @@ from outpace import (
     PromptLookup,
     Sampling,
     SelfSpeculative,
+    Swift,
 )
 from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
@@ -292,6 +293,7 @@ def test_early_exits_in_graphs(sampling: Sampling) -> None:
         SelfSpeculative(exit=2, length=3),
         AdaDecode(heads=heads, control="fixed", gamma=0.01),
         AdaDecode(heads=heads),
+        Swift(length=3, confidence=0.0),
     ):
         found = graphs.generate(prompt, method=graphs.prepare(method), **options)
         assert found.token_ids == expected.token_ids
@@ -317,3 +319,18 @@ def test_whole_steps_write_the_same_texts(needs: Sampling, texts: int) -> None:
         assert [result.token_ids for result in found] == expected
         assert all(graphs.engine.program_for(method, needs)._graphs.values())  # they were captured
     assert graphs.engine.pool.held == 0
+
+
+def test_predictions_are_drafted_in_graphs() -> None:
+    model = small_llama(torch.float32)
+    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs")
+    prompt, method = [5, 9, 5, 9, 7] * 7, PromptLookup()
+    expected = plain.generate(prompt, method=Autoregressive(), max_new_tokens=60, temperature=0.9, seed=3).token_ids
+    for right in (True, False):
+        told = expected if right else expected[::-1]
+        found = graphs.generate(prompt, method=method, max_new_tokens=60, temperature=0.9, seed=3, prediction=told)
+        assert found.token_ids == expected
+        assert found.steps < 12 or not right
+    (program,) = [entry[-1] for entry in graphs.engine._programs]
+    assert any("prediction" in key[-1] for key in program._graphs)
+    assert all(program._graphs.values())

@@ -185,10 +185,10 @@ class _Bench:
             return
         self._warm = True
         first_of_tasks = {question.task: question for question in reversed(self._questions)}
-        chosen = list(first_of_tasks.values())[::-1]
+        chosen, length = list(first_of_tasks.values())[::-1], WARM_UP_TOKENS
         if self._decoder.model.device.type == "cpu":
-            chosen = chosen[:1]  # only GPUs have graphs by context length
-        length = min(WARM_UP_TOKENS, self._settings.max_new_tokens)
+            chosen, length = chosen[:1], WARM_UP_TOKENS // 4  # only GPUs have graphs, by rows and context length
+        length = min(length, self._settings.max_new_tokens)
         for question in chosen:
             prompt = self._decoder.encode(question.turns[0], self._settings.raw)
             if len(prompt) + length > self._decoder.model.context:
