@@ -48,6 +48,7 @@ def test_formats_are_known_by_their_content(tmp_path: Path, task: str, packed: b
         (b'{"category": "qa", "turns": "Why?"}', "line 1: turns must be a non-empty list"),
         (b'{"category": "qa", "turns": ["Why?", 3]}', "line 1: turns must be a non-empty string"),
         (b'[{"skeleton": "a"}, {"skeleton": 5}]', "entry 2: skeleton must be a non-empty string"),
+        (b'{"prompt": "a", "suffix": 1}', "line 1: suffix must be a string"),
         (b'[{"skeleton": "a"}', "not a complete JSON list"),
         (b"5\n", "line 1: expected an object"),
         (b"\xff\xfe", "not UTF-8"),

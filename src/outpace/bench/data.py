@@ -126,7 +126,9 @@ def _question(entry: Any, place: str) -> Question:
         task = category if category in _SPEC_BENCH else "chat"
         return Question(task, 0, tuple(_checked(turn, "turns", place) for turn in turns), _references(entry))
     if "prompt" in entry and "suffix" in entry:
-        before, after = (_checked(entry[name], name, place) for name in ("prompt", "suffix"))
+        before, after = _checked(entry["prompt"], "prompt", place), entry["suffix"]
+        if not isinstance(after, str):  # it is empty where the gap is at the end
+            raise InputError(f"{place}: suffix must be a string.")
         return Question("infilling", 0, (f"{_FILL}{before}{_GAP}\n{after}",), _references(entry, "canonical_solution"))
     for task, text, mark, reference in (
         ("humaneval", "prompt", "entry_point", "canonical_solution"),
