@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         replace(FLAT, about={"model": "m"}).save(tmp_path / "file")
 
 
-FREE = ("jacobi", "prompt-lookup", "lookahead", "self-speculative", "auto")  # methods that need nothing trained
+FREE = ("jacobi", "prompt-lookup", "lookahead", "self-speculative", "swift", "auto")  # nothing is trained for them
 
 
 def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,7 +309,7 @@ def test_threads_may_share_a_decoder(fixed: bool) -> None:
     if fixed:
         decoder.engine = GraphEngine(HFModel(tiny("Mistral")), compiled=False, capacity=640)
     prompts = [[1, 2, 3, 4, 1, 2], [9, 8, 7], [5] * 20, [6, 7, 6, 7, 6]]
-    options: dict[str, Any] = {"max_new_tokens": 5}
+    options: dict[str, Any] = {"max_new_tokens": 3}
     expected = [
         [decoder.generate(prompt, method=method, **options).token_ids for method in METHODS] for prompt in prompts
     ]

@@ -80,8 +80,11 @@ def test_greedy(decoder: Decoder, prompt: str) -> None:
     assert expected == transformers_greedy(decoder, prompt, 8)
 
 
-def test_sampled(decoder: Decoder) -> None:
-    check(decoder, PROMPTS["question"][1], [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=3), 8)
+@pytest.mark.parametrize(
+    "methods", [[SMALL[-1], HEADS[-1]], pytest.param([*SMALL[:-1], *HEADS[:-1]], marks=pytest.mark.slow)]
+)
+def test_sampled(decoder: Decoder, methods: list[Method]) -> None:
+    check(decoder, PROMPTS["question"][1], methods, Sampling(temperature=0.8, top_p=0.95, seed=3), 8)
 
 
 def test_trained_exits_save_passes(decoder: Decoder) -> None:
