@@ -43,7 +43,7 @@ SIZES = (1, 16)  # rows of a step, besides the most
 TRIAL = 16  # steps until it is looked whether a method pays
 SOON = 4  # steps until one is given up that is LOST times as fast as plain decoding, or slower
 LOST = 0.7
-HOPE = 3.0  # the speed that is expected of the first method before it was tried; of the next, one less
+HOPE, LATER = 3.0, 0.5  # the speed that is hoped for of the first method to be tried; so much less of each later one
 AGAIN = 8  # so many texts until the boldest is tried again
 PACE = 0.3  # how quickly a method's known speed follows that of its texts
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
@@ -187,11 +187,13 @@ class Known:
     def choose(self, methods: Sequence[Method]) -> int:
         """Which of these a text begins with: the quickest, and now and then the boldest again.
 
-        On a CPU the very first does not begin with heads: they read the output head once more for every step.
+        Each is tried once, unless another has proved faster than can be hoped for. On a CPU, where rows are dear, the
+        boldest is tried last.
         """
-        hopes = [HOPE - place for place in range(len(methods))]
-        if self.engine.model.device.type == "cpu" and isinstance(methods[0], Headed):
-            hopes[:2] = hopes[1::-1]
+        turns = [*range(len(methods))]
+        if self.engine.model.device.type == "cpu":
+            turns.reverse()
+        hopes = [HOPE - LATER * turn for turn in turns]
         speeds = [self.speeds.get(_label(method), hope) for method, hope in zip(methods, hopes, strict=True)]
         chosen = 0 if (self.begun.total() + 1) % AGAIN == 0 else speeds.index(max(speeds))
         self.begun[_label(methods[chosen])] += 1
