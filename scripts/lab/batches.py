@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from dataclasses import replace
+from hashlib import sha256
 
 import torch
 from rich.console import Console
@@ -163,7 +164,8 @@ def texts(arguments: argparse.Namespace) -> None:
     """Exact mode: every method's outputs against plain decoding's one at a time, --together at a time.
 
     With several, sequences join at random times, and every fifth is decoded twice: one of the two is cancelled. With
-    --bits, the logits of every token are compared too, for which the host takes part in every step.
+    --bits, the logits of every token are compared too, for which the host takes part in every step. A digest of plain
+    decoding's is printed, to be compared with another process's or another machine's.
     """
     setup = set_up(arguments, exact=True)
     decoder = setup.decoder
@@ -174,6 +176,8 @@ def texts(arguments: argparse.Namespace) -> None:
         "T = 0.8": [Sampling(temperature=0.8, seed=seed) for seed in range(len(prompts))],
     }
     known = {way: recorded(decoder, Autoregressive(), prompts, 1, arguments, given) for way, given in ways.items()}
+    if arguments.bits:
+        print(f"{decoder.engine.name}, digest of plain decoding's logits: {digest(known['greedy'][1])}", flush=True)
     table = Table("method", "sequences", *ways, *(f"{way}: same bits" for way in ways if arguments.bits))
     for most in arguments.together:
         for label, method in tried.items():
@@ -215,6 +219,14 @@ def record(rows: Logits, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tenso
     """A logits processor that keeps what it is given."""
     rows.append(scores[0].clone())
     return scores
+
+
+def digest(texts: list[Logits]) -> str:
+    """The SHA-256 of the logits of some sequences."""
+    found = sha256()
+    for rows in texts:
+        found.update(torch.stack(rows).float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def same_bits(rows: Logits, others: Logits) -> bool:
