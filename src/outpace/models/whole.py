@@ -1,4 +1,4 @@
-"""Whole texts at once, many side by side: what training needs of a transformers model.
+"""Batches of whole sequences: what training needs of a transformers model.
 
 Here the user's model runs as it is, without the mirror and the pool.
 """
@@ -27,14 +27,14 @@ BATCHED = "outpace_batched"  # the name under which `attend_in_batches` is known
 
 
 def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor) -> torch.Tensor:
-    """Hidden states [texts, length, width] after the last layer, of whole texts [texts, length] at once."""
+    """Hidden states [texts, length, width] after the last layer, of whole sequences [texts, length]."""
     return states_behind(model, norm, tokens, ())[0]
 
 
 def states_behind(
     model: PreTrainedModel, norm: str, tokens: torch.Tensor, layers: Sequence[int]
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Hidden states [texts, length, width] of whole texts [texts, length]: after the last layer, and after some others.
+    """Hidden states [texts, length, width] of whole sequences [texts, length]: after the last and some other layers.
 
     `norm` is the name of what follows the last layer (`HFModel.norm`). No mask says where a text has ended: no
     position sees what fills up behind it, and attention is quicker without.
@@ -68,9 +68,9 @@ def write_batch(
     temperatures: Sequence[float],
     seed: int,
 ) -> list[list[int]]:
-    """Answers to many prompts at a time, each at a temperature of its own (0: greedy), with the token that ends it.
+    """Answers to a batch of prompts, each at its own temperature (0: greedy), with its end token.
 
-    Keys and values are written in place, and texts that have ended make room for the others.
+    The KV cache is static; finished sequences are dropped from it.
     """
     longest = max(map(len, prompts))
     texts = _Texts(model, prompts, longest + new_tokens, ends, temperatures, seed)
@@ -87,10 +87,10 @@ def write_batch(
 
 
 class _Texts:
-    """Texts side by side, padded on the left, that all grow by a token at a time.
+    """A batch of sequences, padded on the left, each of which grows by one token per step.
 
-    Where attention is ours and all layers see the whole text, all that a step changes is in tensors that stay in place
-    (`fixed`): on CUDA such steps are captured as a graph.
+    If the model takes our attention and all layers attend to the whole sequence, steps have fixed shapes and change
+    tensors in place only (`fixed`): on CUDA they are captured as a graph.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class _Texts:
         self.captured = self.fixed and device.type == "cuda"
 
     def read(self) -> None:
-        """Prefill, and each text's first token."""
+        """Prefill, and the first token of each sequence."""
         mask = self.mask[:, : self.length].long()
         self._take(self._logits(self.tokens[:, : self.length].clamp(min=0), mask, (mask.cumsum(1) - 1).clamp(min=0)))
         self.length += 1
 
     def write(self, length: int) -> None:
-        """Tokens up to a length: steps of one shape, of which one is captured."""
+        """Decode up to this length. Fixed steps have one shape, and one of them is captured."""
         count, self.length = length - self.length, length
         for layer in self.cache.layers:
             layer.shown = length if self.fixed else 0
@@ -148,7 +148,7 @@ class _Texts:
             torch.cuda.synchronize()  # before the graph is gone
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """A step as a graph; none, from now on, if the model has something that cannot be captured."""
+        """A step as a CUDA graph; None, and no further attempts, if the model cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.chance)
         try:
@@ -166,11 +166,11 @@ class _Texts:
         return graph
 
     def left(self) -> int:
-        """How many texts have not ended."""
+        """The number of unfinished sequences."""
         return int((~self.ended).sum())
 
     def select(self) -> None:
-        """Go on with the texts that have not ended alone."""
+        """Drop the finished sequences."""
         kept = (~self.ended).nonzero().squeeze(1)
         for name in ("warm", "mask", "whose", "ended", "newest", "positions"):
             setattr(self, name, getattr(self, name)[kept])
@@ -178,7 +178,7 @@ class _Texts:
             layer.select(kept, self.length)
 
     def _step(self) -> None:
-        """The next token of each text. Positions behind the newest are there, but hidden."""
+        """The next token of each sequence, with fixed shapes: later positions are masked."""
         seen = torch.arange(self.length, device=self.at.device) <= self.at
         sees = self.mask[:, : self.length] & seen
         self._take(self._logits(self.newest, sees[:, None, None], self.positions))
@@ -192,7 +192,7 @@ class _Texts:
         return found
 
     def _take(self, logits: torch.Tensor) -> None:
-        """Choose a token for each text, and note it."""
+        """Choose a token for each sequence, and append it."""
         tokens = self._draw(logits)
         self.at += 1
         self.tokens[self.whose, self.at.expand_as(self.whose)] = torch.where(self.ended, -1, tokens)
@@ -201,7 +201,7 @@ class _Texts:
         self.positions += 1
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """A token for each line, at a temperature of its own."""
+        """A token for each row of logits, at its own temperature."""
         if not self.sampled:
             return logits.argmax(-1)
         warm = self.warm
@@ -211,7 +211,7 @@ class _Texts:
 
 
 def _sees_all(model: PreTrainedModel) -> bool:
-    """Whether a model takes our attention, and all of its layers see the whole text."""
+    """Whether a model takes our attention, and all of its layers attend to the whole sequence."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     whole = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
@@ -219,9 +219,9 @@ def _sees_all(model: PreTrainedModel) -> bool:
 
 
 class _Growing(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer, in a place that is large enough from the start.
+    """The static KV cache of one layer.
 
-    `shown`: where it is set, so many positions are shown, and the new one is `at`, a tensor [1].
+    `shown`: if not 0, this many positions are returned, and the new one is written at `at`, a tensor [1].
     """
 
     def __init__(self, most: int, at: torch.Tensor) -> None:
@@ -247,7 +247,7 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def select(self, kept: torch.Tensor, length: int) -> None:
-        """Go on with these texts alone; so many positions are written."""
+        """Keep these sequences only; this many positions are written."""
         seen = self.get_seq_length()
         del self.keys, self.values
         for number, place in enumerate(self._places):
@@ -259,7 +259,7 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
 
 @contextmanager
 def batched_decoding(model: PreTrainedModel) -> Iterator[None]:
-    """While it is open, the model writes many texts at a time quickly: see `attend_in_batches`."""
+    """A context in which the model decodes large batches quickly: see `attend_in_batches`."""
     before = model.config._attn_implementation
     if not getattr(model, "_supports_attention_backend", False):
         yield
@@ -280,7 +280,7 @@ def attend_in_batches(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One new token of each of many texts: query heads that share keys read them together, once.
+    """Decode attention for large batches: query heads that share keys read them once.
 
     With a mask, torch's attention copies the keys for every query head first.
     """

@@ -1,4 +1,4 @@
-"""Training text: the target's own answers to prompts, written once and used by every kind of heads.
+"""Training data: the target's own answers to prompts, generated once and used by every kind of heads.
 
 Heads must guess what the target writes, so they learn from nothing else. Half of the answers are greedy, the others
 sampled, each at a temperature of its own. They are kept in files of one batch each; a run that was stopped goes on with
@@ -82,7 +82,7 @@ def write_answers(
     enough: Callable[[], bool] = lambda: False,
     team: Team | None = None,
 ) -> None:
-    """Let the model answer all prompts, a batch at a time, a file each. Batches that are there are not done again.
+    """Generate answers to all prompts in batches, one file per batch. Batches that have a file are skipped.
 
     The processes of a team do some of the batches each, and wait for each other at the end.
     """
@@ -128,7 +128,7 @@ def _answer(
     temperatures: Sequence[float],
     seed: int,
 ) -> list[Text]:
-    """Answers to a batch of prompts; in two halves, if the device has no memory for it."""
+    """Answers to a batch of prompts; in two halves if it does not fit in memory."""
     try:
         written = write_batch(model, prompts, ends, new_tokens, temperatures, seed)
         return [Text(torch.tensor([*prompt, *new]), len(prompt)) for prompt, new in zip(prompts, written, strict=True)]
@@ -145,12 +145,12 @@ def _answer(
 
 
 def _small(tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens in as few bytes as hold them."""
+    """Tokens in the smallest integer type that holds them."""
     return tokens.to(torch.uint16 if int(tokens.max()) < 2**16 else torch.int32)
 
 
 def read_answers(folder: Path) -> list[Text]:
-    """All answers that a folder has."""
+    """All answers in a folder."""
     texts: list[Text] = []
     for file in sorted(folder.glob("answers-*.safetensors")):
         stored = read_tensors(file)
@@ -163,7 +163,7 @@ def read_answers(folder: Path) -> list[Text]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded on the right."""
+    """A batch of sequences, padded on the right."""
 
     tokens: torch.Tensor  # [texts, length]
     prompts: torch.Tensor  # [texts]
@@ -172,13 +172,13 @@ class Batch:
     since: torch.Tensor  # [places] how many tokens of the answer are before that position
 
     def to(self, device: torch.device) -> Batch:
-        """On the device, without waiting for what it does just now."""
+        """A copy on the device; asynchronous."""
         parts = [getattr(self, part.name) for part in fields(self)]
         return Batch(*(move(part, device) for part in parts))
 
 
 def side_by_side(texts: Sequence[Text]) -> Batch:
-    """Texts as a batch, on the host."""
+    """A batch of these sequences, on the host."""
     prompts, lengths = torch.tensor([(text.prompt, len(text.tokens)) for text in texts]).unbind(1)
     tokens = pad_sequence([text.tokens for text in texts], batch_first=True)
     position = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -189,7 +189,7 @@ def side_by_side(texts: Sequence[Text]) -> Batch:
 
 
 def batches(texts: Sequence[Text], tokens: int, rng: random.Random) -> Iterator[Batch]:
-    """All texts once, in batches of about so many tokens, texts of a length together, batches in random order."""
+    """All sequences once, in batches of at most this many tokens and of similar lengths, in random order."""
     order = sorted(range(len(texts)), key=lambda text: (len(texts[text].tokens) // 16, rng.random()))
     groups: list[list[Text]] = [[]]
     longest = 0

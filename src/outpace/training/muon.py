@@ -17,7 +17,7 @@ AS_ADAM = 0.2  # the mean size of an entry of a step, as AdamW's steps have it: 
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, made nearly orthogonal. Matrices of one shape are worked on together."""
+    """Momentum, nearly orthogonalized. Matrices of one shape are processed together."""
 
     def __init__(self, matrices: Iterable[torch.Tensor], lr: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(matrices, [*steps], alpha=-group["lr"] * size)
 
     def _directions(self, matrices: list[torch.Tensor], momentum: float) -> tuple[torch.Tensor, ...]:
-        """The gradients, each with its running mean, as Nesterov has it."""
+        """The gradients with Nesterov momentum."""
         gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
         for matrix in matrices:
             self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """[matrices, rows, columns] with the same singular vectors, and singular values near to 1 (some 0.7 to 1.2)."""
+    """[matrices, rows, columns] with the same singular vectors, and singular values near 1 (about 0.7 to 1.2)."""
     near: torch.Tensor = matrices.bfloat16() if matrices.is_cuda else matrices
     flat = matrices.shape[1] <= matrices.shape[2]
     near = near if flat else near.mT

@@ -1,4 +1,4 @@
-"""More prompts from those that there are and the target's answers to them: turns, translations, summaries, passages.
+"""More prompts, derived from given ones and the target's answers: turns, translations, summaries, passages.
 
 Heads that learn from first answers to short prompts alone guess badly behind long texts and in later turns.
 """
@@ -65,14 +65,14 @@ Prompt: TypeAlias = "str | list[Message]"
 
 
 class Exchange(NamedTuple):
-    """A prompt and what the target has answered."""
+    """A prompt and the target's answer."""
 
     prompt: str
     answer: str
 
 
 def derive(exchanges: Sequence[Exchange], count: int, seed: int) -> list[Prompt]:
-    """So many prompts, of all kinds, from what was said before; the same ones for the same seed."""
+    """This many prompts of all kinds, derived from these exchanges; the same ones for the same seed."""
     rng = random.Random(seed)
     known = [each for each in exchanges if each.answer.strip()]
     if not known:
@@ -82,7 +82,7 @@ def derive(exchanges: Sequence[Exchange], count: int, seed: int) -> list[Prompt]
 
 
 def _turn(known: Sequence[Exchange], rng: random.Random) -> Prompt:
-    """A conversation that goes on: with a word on the last answer, or with something else."""
+    """A conversation with one more turn: about the last answer, or about something else."""
     turns = rng.sample(known, min(len(known), rng.choice((1, 1, 1, 2))))
     talk: list[Message] = []
     for prompt, answer in turns:
@@ -94,7 +94,7 @@ def _turn(known: Sequence[Exchange], rng: random.Random) -> Prompt:
 
 
 def _translation(known: Sequence[Exchange], rng: random.Random) -> Prompt:
-    """Into a language or from it; what is translated back is what was once translated, if there is some."""
+    """Into a language or from it; where there is a translation already, it is translated back."""
     foreign = [each for each in rng.sample(known, min(len(known), 64)) if each.prompt.startswith(_OPENINGS)]
     if foreign and rng.random() < 0.5:
         prompt, answer = foreign[0]
@@ -110,7 +110,7 @@ def _summary(known: Sequence[Exchange], rng: random.Random) -> Prompt:
 
 
 def _passages(known: Sequence[Exchange], rng: random.Random) -> Prompt:
-    """Some answers, and the question that one of them is about."""
+    """Some answers as passages, and the question that one of them answers."""
     chosen = rng.sample(known, min(len(known), rng.randint(1, 6)))
     question = min((each.prompt for each in chosen), key=len)
     return rng.choice(PASSAGES).format(text="\n".join(each.answer for each in chosen), question=question)
@@ -129,7 +129,7 @@ def sentences(text: str) -> list[str]:
 
 
 def distinct(prompts: Iterable[Prompt], held_out: Iterable[Prompt]) -> list[Prompt]:
-    """The prompts that share no run of GRAM words with one that is held out, and are no such prompt themselves."""
+    """The prompts that share no GRAM consecutive words with a held-out prompt and do not equal one."""
     taken: set[tuple[str, ...]] = set()
     for prompt in held_out:
         taken.update(_grams(prompt))

@@ -36,7 +36,7 @@ Show = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Answers:
-    """Which answers to train on: of how many prompts, in how many rounds, how long."""
+    """Which answers to train on."""
 
     held_out: int = 256  # prompts kept back, answered greedily: accuracies are measured on them
     rounds: int = 1  # each round answers all prompts once more, sampled otherwise
@@ -52,7 +52,7 @@ class Answers:
 
 
 class Texts(NamedTuple):
-    """Answers of the target's own."""
+    """The target's own answers."""
 
     learnt: list[Text]
     held_out: list[Text]
@@ -60,7 +60,7 @@ class Texts(NamedTuple):
 
 
 def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -> Heads:
-    """New heads for a loaded transformers model with these ends, begun from its own layers."""
+    """New heads for a loaded transformers model with these ends, initialized from its own layers."""
     if kind not in TRAINABLE:
         raise UnknownNameError("kind of heads", kind, TRAINABLE)
     known = TRAINABLE[kind].settings_type
@@ -74,7 +74,7 @@ def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -
 
 
 def start_from(folder: Path, model: Any, kind: str, settings: Mapping[str, Any]) -> tuple[Heads, Stored]:
-    """Trained heads, to be trained further. `model` is the adapted target. Settings cannot change."""
+    """Trained heads, to be trained further, and what is stored about them. `model` is the adapted target."""
     found, about = load(folder, model, TRAINABLE)
     if found.kind != kind:
         raise InputError(f"{folder} has {found.kind} heads, not {kind}. Name the folder that contains {kind}.")
@@ -98,7 +98,7 @@ def answers(
     team: Team | None = None,
     judge: Sequence[str] = (),
 ) -> Texts:
-    """Texts to train on and held-out ones, written by the model where the folder does not have them yet."""
+    """Answers to train on and held-out ones, generated unless the folder has them."""
     team = team or Team()
     if len(prompts) <= how.held_out:
         raise InputError(f"{len(prompts)} prompts are too few to hold {how.held_out} out. Lower --held-out.")
@@ -136,7 +136,7 @@ def answers(
 
 
 class _Writer:
-    """Has the target answer, a folder of answers for each set of prompts."""
+    """Generates answers, one folder for each set of prompts."""
 
     def __init__(self, decoder: Decoder, model: Any, folder: Path, how: Answers, show: Show, team: Team) -> None:
         self.decoder, self.model, self.folder = decoder, model, folder
@@ -146,9 +146,9 @@ class _Writer:
     def write(
         self, name: str, prompts: Sequence[Prompt], until: float, *, greedy: bool = False, seed: int = 0
     ) -> list[Exchange]:
-        """Answers to these, as long as less than the share `until` of the time has passed; 0: all of them.
+        """Generate answers to these until the share `until` of the time has passed; 0: to all of them.
 
-        Says what was answered to prompts of one turn.
+        Returns the exchanges of prompts with a single turn.
         """
         how, folder = self.how, self.folder / name
         if not prompts:
@@ -185,7 +185,7 @@ class _Writer:
         return found
 
     def read(self, *names: str) -> list[Text]:
-        """All answers in folders of such names."""
+        """All answers in the folders of these names."""
         folders = [
             folder for name in names for folder in sorted(self.folder.glob(name)) if any(folder.glob("answers-*"))
         ]
@@ -195,7 +195,7 @@ class _Writer:
 
 
 def fitting_batch(model: Any) -> int:
-    """How many answers a device has memory for at a time: half of what is free, for keys and values."""
+    """The batch size whose KV cache takes half of the free memory."""
     if model.device.type != "cuda":
         return ON_CPU
     free: int = torch.cuda.mem_get_info(model.device)[0]
@@ -205,7 +205,7 @@ def fitting_batch(model: Any) -> int:
 
 
 def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The token ids of many prompts, as `Decoder.encode` has them of one."""
+    """The token ids of many prompts, as from `Decoder.encode`."""
     if not getattr(decoder.tokenizer, "chat_template", None):
         return [decoder.encode(prompt) for prompt in prompts]
     talks = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -214,7 +214,7 @@ def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def _claim(folder: Path, about: Mapping[str, Any]) -> None:
-    """Note what the answers in a folder are; refuse one with others."""
+    """Record how the answers in a folder are made; refuse a folder with others."""
     note = folder / "about.json"
     text = json.dumps(about, indent=1, sort_keys=True)
     try:
@@ -231,7 +231,7 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def open_out(out: Path, resume: bool, guarded: Sequence[str] = ()) -> Path:
-    """The file for what a training needs to go on, in a folder that is there and not another training's.
+    """The checkpoint file of a training, in a folder that exists and is not another training's.
 
     Finished heads of the `guarded` kinds must not be there.
     """
@@ -254,7 +254,7 @@ def open_out(out: Path, resume: bool, guarded: Sequence[str] = ()) -> Path:
 
 
 class Trained(NamedTuple):
-    """What a training has come to: by kind how often each guess is right, [heads, ranks]."""
+    """The result of a training: accuracies by kind, [heads, ranks]."""
 
     held_out: dict[str, torch.Tensor]
     judged: dict[str, torch.Tensor]  # on answers to prompts of another file

@@ -33,7 +33,7 @@ class Team:
         return "cpu" if self._state.device.type == "cpu" else str(self._state.device)
 
     def share(self, items: Iterable[T]) -> Iterator[T]:
-        """Those of the items that are for this process."""
+        """This process's share of the items."""
         return islice(items, self.number, None, self.count)
 
     @torch.no_grad()
@@ -45,13 +45,13 @@ class Team:
 
     @torch.no_grad()
     def agree(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make each tensor that of the leading process."""
+        """Broadcast each tensor from the leading process."""
         if self.count > 1:
             for tensor in tensors:
                 tensor.copy_(broadcast(tensor.detach().clone()))
 
     def mean(self, number: float) -> float:
-        """The mean of all processes' numbers: the same one for all."""
+        """The mean of all processes' numbers."""
         if self.count == 1:
             return number
         found = torch.tensor([number], dtype=torch.float64, device=self._state.device)
@@ -64,5 +64,5 @@ class Team:
         return found
 
     def wait(self) -> None:
-        """Go on when all are here."""
+        """Wait for all processes."""
         self._state.wait_for_everyone()

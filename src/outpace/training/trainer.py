@@ -1,4 +1,4 @@
-"""Trains heads on the target's own answers. Several kinds learn together: the target's work is done once for all.
+"""Trains heads on the target's own answers. Several kinds train together and share the target's forward pass.
 
 A head learns the target's whole distribution at its position (soft cross-entropy), not its choice alone. With a
 vocabulary of 49,152, logits are by far the largest thing here, so the loss goes through the positions in chunks.
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass
 class Progress:
-    """How far a training is, and what it says about itself."""
+    """The state of a training, without weights."""
 
     update: int = 0
     seconds: float = 0.0
@@ -82,7 +82,7 @@ class Progress:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: the first is only noted, a second ends everything at once, as ever."""
+    """Whether Ctrl-C was pressed: the first one is only noted, a second one interrupts as usual."""
     pressed = False
 
     def note(*_: object) -> None:
@@ -101,7 +101,7 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 class Trainer:
-    """Heads by name, and what they learn from."""
+    """Trains heads, by name."""
 
     def __init__(
         self, model: Any, norm: str, ends: Ends, heads: Mapping[str, Heads], plan: Plan, team: Team | None = None
@@ -165,7 +165,7 @@ class Trainer:
                 raise KeyboardInterrupt
 
     def _endless(self, texts: Sequence[Text]) -> Iterator[Batch]:
-        """The batches from the next update on: after a stop the same as without one."""
+        """The batches from the next update on; a resumed training gets the same ones."""
         left, epoch = self.progress.update, 0
         while True:
             rng = random.Random(f"{self.plan.seed} {epoch}")
@@ -181,7 +181,7 @@ class Trainer:
         return progress.update / plan.updates if plan.updates else progress.seconds / (60 * plan.minutes)
 
     def _examples(self, part: Heads, texts: Sequence[Text]) -> Iterator[Example]:
-        """What the target computes at some places of its answers."""
+        """The target's states at some positions of its answers."""
         seen = 0
         for batch in batches(texts, self.plan.tokens, random.Random(self.plan.seed)):
             there = batch.to(self.device)
@@ -193,7 +193,7 @@ class Trainer:
                 return
 
     def _compute(self, tokens: torch.Tensor) -> _States:
-        """The target's forward, once for all heads."""
+        """The target's forward pass, once for all heads."""
         layers = sorted({layer for part in self.heads.values() for layer in part.reads})
         with without_cudnn():  # which plans anew for every length
             return _States(*states_behind(self.model, self.norm, tokens, layers))
@@ -218,7 +218,7 @@ class Trainer:
                 optimizer.zero_grad()
 
     def _factor(self) -> float:
-        """Of the learning rate: it rises, then falls along a cosine."""
+        """The learning rate relative to its peak: linear warm-up, then cosine decay."""
         share, warm_up = min(self._share(), 1.0), self.plan.warm_up
         if share < warm_up:
             return max(share / warm_up, 0.01)
@@ -246,7 +246,7 @@ class Trainer:
         weights: Mapping[str, torch.Tensor],
         chance: torch.Generator,
     ) -> dict[str, torch.Tensor]:
-        """By name [heads] losses; the gradients are left at what was learnt.
+        """By name [heads] losses; gradients accumulate in `learnt`.
 
         Where there are several chunks of places, a head of less weight learns from as many fewer of them.
         """
@@ -292,7 +292,7 @@ class Trainer:
     def _doubt(
         self, part: BlockHeads, head: int, logits: torch.Tensor, doubts: torch.Tensor, best: torch.Tensor, counted: Any
     ) -> torch.Tensor:
-        """The loss of the confidence: of guesses behind guesses that are right, whether they are."""
+        """The loss of the confidence: whether a prediction is right, given right ones before it."""
         with torch.no_grad():
             guess, chances = self._two(logits)
         sure = part.sure(head, doubts, feelings(chances))
@@ -304,7 +304,7 @@ class Trainer:
     def _learnt(
         self, part: Heads, target: _States, tokens: torch.Tensor, rows: torch.Tensor, chance: torch.Generator | None
     ) -> _Learnt:
-        """What some heads compute for whole texts: products in bfloat16, all between them in float32."""
+        """The heads' outputs for whole sequences: matrix products in bfloat16, everything else in float32."""
         with self._mixed(), without_cudnn():
             hidden, embedded = target.of(part).float(), self.ends.embed(tokens).float()
             behind = rows - part.ahead[0]
@@ -318,22 +318,22 @@ class Trainer:
 
     @torch.no_grad()
     def _aim(self, hidden: torch.Tensor, chosen: torch.Tensor) -> _Aim:
-        """What the target itself says at flat places."""
+        """The target's own distribution at flat positions."""
         logits: torch.Tensor = self.ends.head(self.ends.norm(hidden.flatten(0, 1)[chosen]))
         return _Aim(logits.float().softmax(-1).to(logits.dtype), logits.argmax(-1))
 
     @staticmethod
     def _behind(part: Heads, head: int, chosen: torch.Tensor) -> torch.Tensor:
-        """Among what was learnt, from where a head guesses what the target says at some places."""
+        """The rows of `_Learnt` from which a head predicts the target's choice at these places."""
         return (chosen - (part.ahead[head] - part.ahead[0])).clamp(min=0)
 
     def _logits(self, part: Heads, head: int, states: torch.Tensor) -> torch.Tensor:
-        """One head's guesses from states [places, width]."""
+        """One head's logits from states [places, width]."""
         with self._mixed():
             return part.logits(states[None], self.ends, head)[0]
 
     def _note(self, losses: dict[str, torch.Tensor]) -> None:
-        """Take the losses of an update. They are read with the next: until then the device need not be waited for."""
+        """Store the losses of an update, and read those of the update before: so nothing waits for the device."""
         unread, self._unread = self._unread, losses
         for name, found in unread.items():
             now = found.tolist()
@@ -347,7 +347,7 @@ class Trainer:
         return f"update {self.progress.update}: {'; '.join(losses)}"
 
     def save(self, path: Path) -> None:
-        """All that is needed to go on, whole or not at all."""
+        """Write a checkpoint, atomically."""
         self._note({})
         if not self.team.leads:
             return
@@ -365,7 +365,7 @@ class Trainer:
             raise InputError(f"the checkpoint could not be written to {path}: {error}.") from error
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of the same heads."""
+        """Load a checkpoint of the same heads."""
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
             if state["heads"].keys() != self.heads.keys():
@@ -385,9 +385,9 @@ class Trainer:
 
     @torch.no_grad()
     def accuracies(self, texts: Sequence[Text], most: int = MEASURED) -> dict[str, torch.Tensor]:
-        """By name [heads, ranks]: how often each guess of each head is the target's own choice, at so many places.
+        """By name [heads, ranks]: how often the token of each rank is the target's choice, at up to `most` positions.
 
-        A guess that depends on the one before is counted behind a right one.
+        Heads that know the token before are given the right one.
         """
         hits = {name: torch.zeros(part.count, RANKS, device=self.device) for name, part in self.heads.items()}
         counts = {name: torch.zeros(part.count, 1, device=self.device) for name, part in self.heads.items()}
@@ -416,10 +416,9 @@ class Trainer:
 
     @torch.no_grad()
     def confidence(self, name: str, texts: Sequence[Text]) -> list[list[float]]:
-        """[ten bins] how many guesses say that they survive with such a chance, what they say, and how many do.
+        """[ten bins] of predictions by confidence: their number, mean confidence, and the share that survives.
 
-        What they say is a mean; how many do, a share. Guesses are those along the likeliest path; one survives where it
-        and all before it are the target's choice.
+        Predictions are those along the likeliest path; one survives where it and all before it are the target's choice.
         """
         part = self.heads[name]
         assert isinstance(part, BlockHeads)
@@ -459,7 +458,7 @@ class Trainer:
 
     @torch.no_grad()
     def calibration(self, part: ExitHeads, texts: Sequence[Text]) -> list[list[list[int]]]:
-        """[exit][bin of confidence] how many guesses an exit makes, and how many of them are the target's choice."""
+        """[exit][bin of confidence] how many predictions an exit makes, and how many are the target's choice."""
         counts = torch.zeros(part.count, 2, BINS, dtype=torch.long, device=self.device)
         borders = torch.tensor(BORDERS, device=self.device)
         seen = 0
@@ -486,31 +485,31 @@ class Trainer:
 
 
 class _Learnt(NamedTuple):
-    """What some heads compute behind the places where they learn."""
+    """The heads' outputs at the positions that they are trained on."""
 
     states: torch.Tensor  # [heads, places, width] what the output head reads
     doubts: torch.Tensor  # [heads, places] what it says of the confidence, if they have one
 
     def leaves(self) -> _Learnt:
-        """The same, for gradients to be left at."""
+        """Detached copies that collect gradients."""
         return _Learnt(*(part.detach().requires_grad_() for part in self))
 
 
 class _Aim(NamedTuple):
-    """What the target says at some places."""
+    """The target's distribution and choice at some positions."""
 
     chances: torch.Tensor  # [places, vocabulary]
     best: torch.Tensor  # [places]
 
 
 class _States(NamedTuple):
-    """The target's hidden states of whole texts [texts, length, width]."""
+    """The target's hidden states of whole sequences [texts, length, width]."""
 
     final: torch.Tensor  # after the last layer
     behind: dict[int, torch.Tensor]  # after so many layers, where heads read them
 
     def of(self, part: Heads) -> torch.Tensor:
-        """Those that some heads read."""
+        """The states that these heads read."""
         return torch.stack([self.behind[layer] for layer in part.reads]) if part.reads else self.final
 
 
@@ -526,7 +525,7 @@ def _loss(logits: torch.Tensor, chances: torch.Tensor, best: torch.Tensor, hard:
 
 
 def _two(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each line's best word, and the logarithms of the chances [lines, 2] of this and the next: quicker than topk."""
+    """Each row's best token, and the log probabilities [rows, 2] of it and the second: faster than topk."""
     logits = logits.float()
     first, best = logits.max(-1)
     second = logits.scatter(-1, best[:, None], -torch.inf).amax(-1)
@@ -534,7 +533,7 @@ def _two(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _optimizers(heads: Heads, plan: Plan) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for matrices, AdamW for all else, each with its highest rate."""
+    """Muon for matrices, AdamW for everything else, each with its peak learning rate."""
     matrices: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     for name, parameter in heads.named_parameters():
