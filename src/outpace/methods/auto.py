@@ -1,4 +1,4 @@
-"""Auto: every source of guesses that there is for the model, in one tree, as large as pays."""
+"""Auto: every source that the model has, in one draft tree of the size that pays."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from .ngrams import History as Runs
 from .prompt_lookup import NAME, Looking, PromptLookup
 from .store import Store, earlier, make_store
 
-LONGEST = 16  # tokens of the text's end that are looked for in it
-FLOOR = 0.02  # the least chance of a guess that the text repeats itself
-RANKS = 8  # next tokens that are remembered after each token
-RUNNERS = 7  # of what the model ranked behind the text's last token
+LONGEST = 16  # the longest match of the text's end that is searched in it
+FLOOR = 0.02  # the least probability of a draft token of lookup
+RANKS = 8  # next tokens remembered after each token
+RUNNERS = 7  # runners-up at the root
 SIZES = (1, 16)  # rows of a step, besides the most
 # Where the host drafts:
-TRIAL = 16  # steps until it is looked whether a method pays
-SOON = 4  # steps until one is given up that is LOST times as fast as plain decoding, or slower
+TRIAL = 16  # steps after which it is checked whether a method pays
+SOON = 4  # steps after which a method that is at most LOST times as fast as plain decoding is dropped
 LOST = 0.7
-HOPE, LATER = 3.0, 0.5  # the speed that is hoped for of the first method to be tried; so much less of each later one
-AGAIN = 8  # so many texts until the boldest is tried again
-PACE = 0.3  # how quickly a method's known speed follows that of its texts
+HOPE, LATER = 3.0, 0.5  # assumed speed of the first method to be tried, and how much less of each later one
+AGAIN = 8  # sequences until the boldest method is tried again
+PACE = 0.3  # smoothing of a method's speed
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
-BELIEVED = (NAME, STORED, RECYCLED, RUNNER_UP)  # the names of guesses whose chances the host learns
-NODES = 256  # guesses that are considered: so many are planted quickly
+BELIEVED = (NAME, STORED, RECYCLED, RUNNER_UP)  # sources whose acceptance the host learns
+NODES = 256  # draft tokens considered: this many are planted quickly
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Auto(Method):
         return Plan(sources, self.rows, sizes=SIZES, learned=partial(remembered, engine))
 
     def start(self, engine: Engine, sequence: Text, picker: Picker) -> Drafter:
-        """Where the host drafts: as a single method does, the one that has proved best here."""
+        """Where the host drafts: with the single method that has proved fastest here."""
         known: Known | None = engine.notes.get(Auto)
         if known is None:
             known = engine.notes[Auto] = Known(engine)
@@ -137,7 +137,7 @@ class Auto(Method):
             known.add(text)
 
     def _methods(self) -> list[Method]:
-        """What it may draft as where the host drafts, the boldest first."""
+        """The methods to choose from where the host drafts, the boldest first."""
         free: list[Method] = [PromptLookup(rows=self.rows, recycled=RANKS), PromptLookup(rows=self.rows)]
         if not self.heads:
             return free
@@ -145,12 +145,12 @@ class Auto(Method):
 
 
 def _have_read(method: Method, sequence: Text) -> bool:
-    """Whether a method's heads have read what a text takes over from another, if they have to."""
+    """Whether a method's heads have read the reused part of a sequence, if they need to."""
     return method.reader is None or (sequence.reader is method.reader and sequence.read == len(sequence.slots))
 
 
 def _found(model: Model) -> Ready | None:
-    """The heads that come with Outpace for the model: on a GPU block's, which guess further, if there are some."""
+    """The heads that come with Outpace for the model; on a GPU preferably block's, which predict further."""
     if getattr(model, "packed", False):  # a step of packed weights takes no longer than its heads would
         return None
     kinds = ("block", "amphista") if model.device.type == "cuda" else ("amphista", "block")
@@ -161,7 +161,7 @@ def _found(model: Model) -> Ready | None:
 
 
 class Known:
-    """What is known of an engine on which the host drafts: what steps cost, and how quick single methods were."""
+    """Statistics of an engine on which the host drafts: step costs, and the speed of single methods."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -174,18 +174,18 @@ class Known:
         self._left: dict[str, Recycled] = {}  # by the last text of each salt, the newest last
 
     def recall(self, salt: str) -> Recycled:
-        """What is recycled in a text that begins: what the last one of the same salt has left."""
+        """The recycled tokens that a new sequence starts with: those of the last one with the same salt."""
         return Recycled(RANKS, self._left.get(salt))
 
     def leave(self, salt: str, recycled: Recycled) -> None:
-        """A text has ended."""
+        """A sequence has ended."""
         self._left.pop(salt, None)
         self._left[salt] = recycled
         if len(self._left) > SALTS:
             del self._left[next(iter(self._left))]
 
     def choose(self, methods: Sequence[Method]) -> int:
-        """Which of these a text begins with: the quickest, and now and then the boldest again.
+        """The method that a sequence starts with: the fastest, and now and then the boldest again.
 
         Each is tried once, unless another has proved faster than can be hoped for. On a CPU, where rows are dear, the
         boldest is tried last.
@@ -200,18 +200,18 @@ class Known:
         return chosen
 
     def learn(self, method: Method, speed: float) -> None:
-        """With this method a text, or a part of it, was written at such a speed, plain decoding being 1."""
+        """Learn the speed of a method on a sequence or part of one, relative to plain decoding."""
         known = self.speeds.get(_label(method), speed)
         self.speeds[_label(method)] = known + PACE * (speed - known)
 
 
 def _label(method: Method) -> str:
-    """What tells apart the methods that it drafts as."""
+    """A name that distinguishes these methods."""
     return f"{method.name} and recycling" if isinstance(method, PromptLookup) and method.recycled else method.name
 
 
 class _Drafter(Drafter):
-    """Drafts as one of some methods; where it brings less than it costs, as the next, which is less bold."""
+    """Drafts with one of several methods; if it does not pay, with the next, which is less bold."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _Drafter(Drafter):
             self._begin(self.place + 1)
 
     def _pays(self) -> bool:
-        """Whether it goes on with this method; there are moments to ask."""
+        """Whether to keep this method; checked now and then."""
         if self.steps % TRIAL == 0:
             return self.tokens >= self.cost
         return self.steps < SOON or self.tokens > LOST * self.cost

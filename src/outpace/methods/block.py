@@ -1,4 +1,4 @@
-"""Block: several tokens drafted in one pass, from the target's states behind several of its layers."""
+"""Block: several tokens drafted in one pass, from the target's hidden states after several of its layers."""
 
 from __future__ import annotations
 

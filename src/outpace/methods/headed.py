@@ -33,19 +33,19 @@ from ..sources.recycle import Recycle
 from .base import Drafter, Method, prices_of
 from .ngrams import History, Recycled
 
-LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: tokens compared, tokens ahead, the least chance of a guess
-BEAM = 8  # paths that a program follows from depth to depth, where heads wait for each other
-NODES = 4  # guesses that are considered for each row: the 256 for 64 rows are planted quickly
-CONSIDERED = 1.5  # at least so many of them are paths of the heads' ranks
-RECYCLED = 0.5  # and so many are what is recycled
-DEEPER = 1.5  # how much later longer paths come among those of heads that know the guess before: see `likely_paths`
+LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: longest match, tokens ahead, the least probability
+BEAM = 8  # beam of a program, for heads that depend on each other
+NODES = 4  # draft tokens considered per row: the 256 for 64 rows are planted quickly
+CONSIDERED = 1.5  # of these at least for paths of the heads' ranks
+RECYCLED = 0.5  # and for recycled tokens
+DEEPER = 1.5  # see `likely_paths`; for heads that know the token before
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
-"""Of a depth and the paths [paths, depth] that lead there: the likeliest tokens behind each, or one line for all."""
+"""From a depth and the paths [paths, depth] to it: the top tokens after each path, or one row for all."""
 
 
 class Ready(NamedTuple):
-    """Heads that are loaded and fit the model."""
+    """Loaded heads that fit the model."""
 
     heads: Heads
     about: Stored
@@ -274,7 +274,7 @@ class _Drafter(Drafter):
         return draft if len(repeated) == 1 else Tree.of(draft, repeated).draft()
 
     def _guess(self, expect: Expect, depth: int, taken: int) -> Draft:
-        """What the heads guess, with `taken` rows fewer than there may be."""
+        """The heads' draft, with `taken` rows less than the method's most."""
         root = self.sequence.tokens[-1]
         rows, price = self.method.rows - taken, self.price
         if self.tree is None:
@@ -287,7 +287,7 @@ class _Drafter(Drafter):
         return plant(root, expect, [path for path in tree if len(path) <= depth])
 
     def _begin(self) -> Expect:
-        """Let the heads read new rows. What they expect is there when it is asked for."""
+        """Feed the heads new rows. Their predictions are fetched when asked for."""
         hidden = self.new[0] if len(self.new) == 1 else torch.cat(self.new)
         self.new = []
         tokens, first = self.sequence.tokens[-len(hidden) :], len(self.sequence.tokens)
@@ -309,7 +309,7 @@ class _Drafter(Drafter):
         return lambda place, _: Foreseen(together().tokens[[place]], together().chances[[place]])
 
     def _paired(self, heads: BlockHeads, first: int) -> Expect:
-        """Guesses that depend on the one before, of a few candidates at each place."""
+        """Predictions that depend on the token before, among a few candidates at each place."""
         logits, states = self.follower.think()
         count = heads.count
         found = likeliest(logits[:, 0], max(CANDIDATES, self.top))
@@ -350,7 +350,7 @@ def guesses_of(
     coupled: bool = True,
     worths: Sequence[float] | None = None,
 ) -> Source:
-    """What heads guess in a program: along `paths` of ranks, or, if they wait for each other, along the likeliest."""
+    """The source for heads in a program: along `paths` of ranks, or by beam search if they depend on each other."""
     device = engine.model.device
     engine.model.keep(heads.reads)
     pick = partial(engine.model.part, layers=heads.reads)
@@ -364,7 +364,7 @@ def guesses_of(
 
 
 def paths_of(ready: Ready, top: int, most: int) -> list[Ranks]:
-    """Paths of ranks that a program considers: those with few and low ranks."""
+    """The paths of ranks that a program considers: short ones of low ranks."""
     return likely_paths(ready.heads.count, top, most, DEEPER if ready.heads.paired else 1)
 
 
@@ -377,7 +377,7 @@ def grow(
     price: Callable[[int], float] | None = None,
     least: float = -math.inf,
 ) -> Draft:
-    """The likeliest guesses under the root, `rows` rows with the root at most; with `price`, as many as pay.
+    """A tree of the most likely tokens, at most `rows` rows with the root; with `price`, as many as pay.
 
     From each depth the `beam` likeliest paths go on to the next, and of them only those that may lead to a guess that
     is taken: as no guess is likelier than its parent, none whose chance has a logarithm below `least`, or is lower than
@@ -420,7 +420,7 @@ def grow(
 
 
 def plant(root: int, expect: Expect, nodes: Sequence[Ranks]) -> Draft:
-    """Guesses by their paths of ranks."""
+    """A draft tree from paths of ranks."""
     tree = Tree(root)
     placed: dict[Ranks, tuple[int, tuple[int, ...]]] = {(): (0, ())}  # ranks -> row, tokens
     for depth in range(1, max(map(len, nodes), default=0) + 1):
@@ -437,7 +437,7 @@ def plant(root: int, expect: Expect, nodes: Sequence[Ranks]) -> Draft:
 
 
 def worthwhile(chances: Sequence[float], price: Callable[[int], float]) -> int:
-    """How many rows, the root included, give the most expected tokens for their price. Likeliest guesses come first."""
+    """The number of rows, root included, with the most expected tokens per cost. The most likely come first."""
     expected, best, rows = 1.0, 1.0 / price(1), 1
     for count, chance in enumerate(chances, 2):
         expected += chance
@@ -447,7 +447,7 @@ def worthwhile(chances: Sequence[float], price: Callable[[int], float]) -> int:
 
 
 def read_tree(name: str, tree: Any) -> tuple[Ranks, ...]:
-    """A tree from paths of ranks, each with its beginning there, or from such a list as JSON."""
+    """A tree from paths of ranks, with all of their prefixes, or from such a list as JSON."""
     try:
         paths = [tuple(path) for path in (json.loads(tree) if isinstance(tree, str) else tree)]
         whole = all(path and all(isinstance(rank, int) and rank >= 0 for rank in path) for path in paths)

@@ -44,11 +44,11 @@ ARCHITECTURES = {
     "gemma2": Changes(lifted=True),
     "gemma3": Changes(lifted=True),
 }
-"""Those whose weights are taken as they are in the file. transformers reads others, and they are rounded to 8 bits."""
+"""Architectures whose weights are used as they are in the file. transformers reads others; they are rounded to 8 bits."""
 
 
 def prepared(file: File) -> Path:
-    """A folder with the config and the tokenizer of a GGUF file: transformers makes them, once, which takes a while."""
+    """A folder with the config and the tokenizer of a GGUF file, made once by transformers, which takes a while."""
     folder = user_cache_path("outpace", appauthor=False) / "gguf" / file.digest[:32]
     if folder.is_dir():
         return folder
@@ -84,7 +84,7 @@ def _write_folder(file: File, folder: Path) -> None:
 
 
 def read_packed(file: File, folder: Path) -> PreTrainedModel:
-    """The model in a GGUF file, with the config in `folder`. Nothing is unpacked but what is no matrix."""
+    """The model in a GGUF file, with the config in `folder`. Matrices stay packed."""
     config = AutoConfig.from_pretrained(folder)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -160,7 +160,7 @@ class _Filling:
             )
 
     def _order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
-        """Which row of the file each output is, where the converter has turned them."""
+        """The row of the file for each output, where the converter has permuted them."""
         if not self.changes.turned or not name.endswith(("q_proj", "k_proj")):
             return None
         heads = self.config.num_attention_heads if name.endswith("q_proj") else self.config.num_key_value_heads
@@ -212,7 +212,7 @@ def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
 
 
 def replace(model: nn.Module, change: Callable[[str, nn.Module], nn.Module | None]) -> None:
-    """Put what `change` makes of a module in its place, where it makes something."""
+    """Replace each module for which `change` returns another."""
     for owner_name, owner in [*model.named_modules()]:
         for name, child in [*owner._modules.items()]:
             if child is not None and (new := change(f"{owner_name}.{name}".lstrip("."), child)) is not None:
@@ -220,7 +220,7 @@ def replace(model: nn.Module, change: Callable[[str, nn.Module], nn.Module | Non
 
 
 def scale_of(embedding: Any) -> float:
-    """What an embedding multiplies its weights with, by trying one that has ones."""
+    """The factor that an embedding multiplies its weights by, found by trying it with ones."""
     twin = copy.copy(embedding)
     twin._parameters = {"weight": nn.Parameter(torch.ones(1, 1), requires_grad=False)}
     twin.padding_idx = None
