@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "gemma2": Changes(lifted=True),
     "gemma3": Changes(lifted=True),
 }
-"""Architectures whose weights are used as they are in the file. transformers reads others; they are rounded to 8 bits."""
+"""Architectures whose weights are used as they are in the file. Others go through transformers and 8 bits."""
 
 
 def prepared(file: File) -> Path:
