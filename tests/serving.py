@@ -95,13 +95,14 @@ def running(source: Any, wait: bool = True, drain: float = 5.0, port: int = 0, *
     """Start a server, and end it."""
     with listen("127.0.0.1", port, True) as place:
         server = Server(source, Settings(**{"name": "tiny", **settings}), drain)
+        # The address is read first: a server that cannot load its model closes the socket at once.
+        found = Running(server, f"http://127.0.0.1:{place.getsockname()[1]}")
         thread = Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()
-        found = Running(server, f"http://127.0.0.1:{place.getsockname()[1]}")
         try:
             while wait and server.service.state == "loading":
                 time.sleep(0.01)
-            while not server.started:
+            while thread.is_alive() and not server.started:
                 time.sleep(0.01)
             yield found
         finally:
