@@ -94,9 +94,11 @@ def serve(
             **given,
         )
 
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{place.getsockname()[1]}"
+
     def ready(server: Server) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        typer.echo(f"outpace: {how.name} is ready at http://{shown}:{place.getsockname()[1]}")
+        typer.echo(f"outpace: {how.name} is ready at {address}")
 
     with place:
         run(load, how, place, drain, ready)
