@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import platform
+import signal
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,8 @@ settings.register_profile("not slow", settings.get_profile("all"), max_examples=
 torch.set_num_threads(1)  # a second thread is waited for, where other processes have the cores: for minutes
 if platform.machine() == "aarch64":  # there oneDNN takes 0.5 ms for a product of tiny matrices, and BLAS 0.01 ms
     torch.backends.mkldnn.enabled = False
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: those that it starts inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

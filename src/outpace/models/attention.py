@@ -125,7 +125,7 @@ def _(query: torch.Tensor, *_: Any) -> torch.Tensor:
 def _dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lists: SlotLists, scaling: float, softcap: float
 ) -> torch.Tensor:
-    """The same with a dense mask over all slots: the reference."""
+    """The same with a dense mask over the slots that any row attends to: the reference."""
     sees = torch.zeros(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
     at = lists.positions[:, None]
     whose = lists.whose if lists.packed else torch.zeros_like(lists.positions)
@@ -149,6 +149,8 @@ def _dense(
         seen = seen & (at - place < lists.window)
     row, column = seen.nonzero(as_tuple=True)
     sees[row, other[row, column]] = True
+    used = sees.any(0).nonzero()[:, 0]
+    sees, keys, values = sees[:, used], keys[:, :, used], values[:, :, used]
     groups = query.shape[1] // keys.shape[1]
     exactly = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(exactly) @ keys.repeat_interleave(groups, 1).to(exactly).transpose(2, 3) * scaling
