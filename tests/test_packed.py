@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import outpace
 from outpace import Decoder, Sampling
-from outpace.errors import InputError, ModelError, OutpaceWarning
+from outpace.errors import InputError, ModelError, OutpaceWarning, UnsupportedModel
 from outpace.models import bundled, packed, packing, products
 from outpace.models.gguf import File
 from outpace.models.loading import load
@@ -122,6 +122,13 @@ def test_rows_beyond_a_matrix_are_an_error() -> None:
         PackedEmbedding(Matrix(random_rows(Kind.Q8_0, 16, 64), Kind.Q8_0))(torch.tensor([16]))
 
 
+def test_rows_are_asked_for_by_number() -> None:
+    embedding = PackedEmbedding(Matrix(random_rows(Kind.Q8_0, 16, 64), Kind.Q8_0))
+    with pytest.raises(TypeError, match="by number"):
+        embedding(torch.tensor([0.25, -0.5]))  # as numbers both would be row 0, as addresses nowhere
+    assert torch.equal(embedding(torch.tensor([3, 9], dtype=torch.int32)), embedding(torch.tensor([3, 9])))
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("files")
@@ -199,15 +206,27 @@ def _check_methods(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["q8", "q4"], quick=["q4"]))
-@pytest.mark.parametrize("name", mostly_slow(["Llama", "Granite"]))
+@pytest.mark.parametrize("name", mostly_slow(["Llama", "Granite", "GPT2"]))
 def test_other_models_are_rounded(kind: str, name: str, tmp_path: Path) -> None:
-    model = tiny(name)
-    model.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(TOKENIZER)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    decoder = outpace.load(tmp_path, method="autoregressive", weights=kind)
+    decoder = outpace.load(saved(name, tmp_path), method="autoregressive", weights=kind)
     assert decoder.model._stack is None or name == "Llama"  # type: ignore[attr-defined]
+    assert decoder.engine.exact
     _check_methods(decoder)
+
+
+def test_a_model_that_exact_mode_does_not_know_is_rounded_all_the_same(tmp_path: Path) -> None:
+    decoder = outpace.load(saved("Mixtral", tmp_path), method="autoregressive", weights="q8")
+    assert not decoder.engine.exact  # its experts are computed together
+    assert decoder.generate(PROMPT, max_new_tokens=4).new_tokens == 4
+    with pytest.raises(UnsupportedModel, match="Use exact=False"):
+        outpace.load(tmp_path, weights="q8", exact=True)
+
+
+def saved(name: str, folder: Path) -> Path:
+    tiny(name).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(TOKENIZER)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
 
 
 TOKENIZER = json.dumps(

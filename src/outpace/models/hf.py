@@ -89,7 +89,13 @@ class HFModel:
         if check:
             if self.packed and self.lists:  # states are rounded to 8 bits, which magnifies any other difference
                 self.compute_exactly()
-            self._check()
+                try:
+                    self._check()
+                except UnsupportedModel:  # perhaps by exact mode alone
+                    self.unfuse()
+                    self._check()
+            else:
+                self._check()
 
     def compile_layers(self) -> None:
         """From now on `forward` accepts `compiled`. Layers of one kind share compiled code."""
@@ -134,7 +140,7 @@ class HFModel:
             layers = [(gate.layer, gate.kind, self._windows.get(gate.kind) or 0) for gate in self._gates]
             stack = Stack(self.ends(), layers, self.width, self._angles, self._softcap)
             fits = self.lists and stack.agrees(self.forward, self.vocabulary, self.layers)
-        except (Unusual, AttributeError):  # a missing part
+        except (Unusual, UnsupportedModel, AttributeError):  # a missing part
             fits = False
         self._stack = stack if fits else None
         return fits

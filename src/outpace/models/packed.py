@@ -91,7 +91,9 @@ class Matrix:
 
     def rows(self, outputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """[..., inputs] the weights of these outputs as numbers, times `scale`."""
-        asked = outputs.reshape(-1).contiguous()
+        if outputs.is_floating_point():  # hidden states, where a model's modules are tried out
+            raise TypeError(f"rows are asked for by number, not by {outputs.dtype}")
+        asked = outputs.reshape(-1).to(torch.int64).contiguous()
         found = torch.empty(len(asked), self.inputs)
         if len(asked):
             if not (int(asked.min()) >= 0 and int(asked.max()) < self.outputs):

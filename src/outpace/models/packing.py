@@ -19,6 +19,7 @@ from gguf import quants
 from platformdirs import user_cache_path
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError, OutpaceWarning
 from . import bundled
@@ -193,16 +194,18 @@ def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     shared: dict[int, Matrix] = {}
 
-    def packed(name: str, module: nn.Module) -> nn.Module | None:
-        if type(module) is not nn.Linear and module is not model.get_input_embeddings():
+    def packed(name: str, module: Any) -> nn.Module | None:
+        linear = type(module) in (nn.Linear, Conv1D)
+        if not linear and module is not model.get_input_embeddings():
             return None
-        weight = module.weight
+        place = module.weight.data_ptr()
+        weight = module.weight.T.contiguous() if type(module) is Conv1D else module.weight  # GPT-2's are transposed
         if weight.shape[1] % BLOCK:
             return None
-        if weight.data_ptr() not in shared:
-            shared[weight.data_ptr()] = Matrix.of(weight, Q8 if id(module) in ends else KINDS[kind])
-        matrix = shared[weight.data_ptr()]
-        if isinstance(module, nn.Linear):
+        if place not in shared:
+            shared[place] = Matrix.of(weight, Q8 if id(module) in ends else KINDS[kind])
+        matrix = shared[place]
+        if linear:
             return PackedLinear(matrix, module.bias)
         return PackedEmbedding(matrix, scale_of(module))
 

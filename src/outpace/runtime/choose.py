@@ -108,21 +108,16 @@ def _packed(model: Any, runtime: str, exact: bool) -> Engine:
     if runtime not in ("auto", "plain"):
         raise InputError(f"packed weights need runtime='plain', not {runtime!r}.")
     try:
-        engine: Engine = _exact_on_cpu(model, "plain")
+        engine: Engine = _exact_on_cpu(model, "plain", packed=True)
     except UnsupportedModel:
         if exact:
             raise
         engine = Engine(model)
-    if isinstance(engine, ExactEngine) and model.compute_packed() and not engine.is_exact():
-        model.unfuse()
-        raise UnsupportedModel(
-            f"{model.name}: with packed weights a row has other bits in a draft tree than alone. Use weights='float32'."
-        )
     engine.name = "packed"
     return engine
 
 
-def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
+def _exact_on_cpu(model: Any, runtime: str, packed: bool = False) -> ExactEngine:
     if runtime not in ("auto", "plain", "compiled"):
         raise InputError(f"on a CPU exact mode needs runtime='plain' or 'compiled', not {runtime!r}.")
     if model.dtype != torch.float32:
@@ -132,6 +127,8 @@ def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
         raise UnsupportedModel(f"{model.name} has attention that exact mode does not support. Use exact=False.")
     _fuse(model)
     model.compute_exactly()
+    if packed:
+        model.compute_packed()
     if runtime == "compiled":
         model.compile_layers()
     engine = ExactEngine(model, compiled=runtime == "compiled")
