@@ -50,6 +50,7 @@ from outpace.runtime import program
 from outpace.runtime.fixed import FixedStep
 from outpace.runtime.graphs import PROGRAMS, GraphEngine
 from outpace.runtime.program import Program
+from outpace.runtime.sizes import Sizes
 from outpace.trace import Trace, read_trace, record
 
 from .conftest import CONTEXT, VOCABULARY, examples, mostly_slow, tiny
@@ -606,6 +607,41 @@ def test_no_step_in_vain_where_the_length_is_known(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Program, "_launch", lambda self: launched.append(1) or launch(self))
     write(decoder, Autoregressive(), [tuple(prompt_of(3, 8))], None, 9)
     assert len(launched) == 9
+
+
+@pytest.mark.parametrize(("pace", "left"), [(1.0, 1), (2.0, 4), (4.0, 10)])
+def test_no_step_is_launched_ahead_where_the_one_before_may_be_the_last(pace: float, left: int) -> None:
+    place = program.Place(100, Sizes().begin())
+    place.pace = pace
+    place.length = 100 - left
+    assert not place.goes_on
+    place.length -= 1
+    assert place.goes_on
+
+
+@pytest.mark.parametrize("sampling", [0, 1])
+@pytest.mark.parametrize("label", ["prompt-lookup", "lookahead", "amphista", "exits"])
+def test_the_host_knows_the_slots_without_asking(label: str, sampling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it follows by the accepted rows is what the device has, wherever texts end."""
+    decoder = decoder_of(tiny("Llama"))
+    moved: list[bool] = []
+    hand_back = Program._hand_back
+
+    def compared(self: Program, place: Any, sequence: Any, written: Any) -> None:
+        before = [*sequence.slots, *sequence.reserved]
+        hand_back(self, place, sequence, written)
+        assert sequence.slots == self.lanes.slots[place.lane, : len(sequence.tokens) - 1].tolist()
+        assert sorted(sequence.slots + sequence.reserved) == sorted(before)
+        moved.append(sequence.slots != before[: len(sequence.slots)])
+
+    monkeypatch.setattr(Program, "_hand_back", compared)
+    decoder.engine.pool.keeps = 512
+    method = method_of("Llama", label)
+    for seed in range(6):
+        prompts = [prompt_of(seed + 10 * number, 12) * 2 for number in range(1 + seed % 3)]
+        decoder.ends = [expected("Llama", tuple(prompts[0]), sampling, 40)[seed * 5]]
+        decoder.generate(prompts, method=method, sampling=SAMPLINGS[sampling], max_new_tokens=40)
+    assert any(moved) or sampling  # random texts repeat themselves seldom
 
 
 def test_a_text_without_a_limit_takes_slots_as_it_grows() -> None:

@@ -43,6 +43,7 @@ GROUPS = (1, 4, 16, 64)  # batch sizes of graphs
 ROWS = 64  # rows that several lanes share: this many cost little more than one
 PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # prefill chunk of heads
 PACE = 0.1  # smoothing of tokens per step
+RARE = 3
 PREDICTED = frozenset(["prediction"])  # what steps for a sequence with a prediction need too
 
 
@@ -65,6 +66,7 @@ class Place:
         self.prediction = prediction
         self.lane = -1  # its lane now; below 0 during prefill
         self.length = 0  # as far as results were read
+        self.slots: list[int] = []  # in the order of positions, as on the device, as far as results were read
         self.pace = 1.0  # mean tokens per step
         self.gains = gains
         self.taken = 0  # steps whose results were read
@@ -73,15 +75,32 @@ class Place:
         self.steps: deque[Stepped] = deque()  # read, but not requested yet
         self.ended = False
 
-    def add(self, stepped: Stepped, arm: Arm, expected: Expected | None) -> None:
-        """Add the results of a step, with the expected tokens if acceptance is learnt."""
+    @property
+    def goes_on(self) -> bool:
+        """Whether it will hardly end with the step that is in flight, so that the next one can be launched ahead.
+
+        A step in vain costs a whole one, and one that is not launched ahead only the host's few instructions. Few steps
+        bring RARE times as many tokens beyond the first as the mean.
+        """
+        return self.length + 1 + RARE * (self.pace - 1) < self.limit
+
+    def add(self, stepped: Stepped, size: int, arm: Arm, expected: Expected | None) -> None:
+        """Add the results of a step of `size` rows, with the expected tokens if acceptance is learnt."""
         tokens = len(stepped.tokens)
+        if any(row != depth for depth, row in enumerate(stepped.rows)):
+            self._keep(stepped.rows, size)
         self.length += tokens
         self.taken += 1
         self.pace += PACE * (tokens - self.pace)
         if expected is not None and arm.rows > 1:
             self.gains.learn(expected, arm, tokens, stepped.free)
         self.steps.append(stepped)
+
+    def _keep(self, path: tuple[int, ...], size: int) -> None:
+        """Move the slots of accepted rows to the front of the step's, as `Lanes.keep` does."""
+        rows = slice(self.length - 1, self.length - 1 + size)
+        slots, kept = self.slots[rows], {*path}
+        self.slots[rows] = [slots[row] for row in (*path, *(row for row in range(size) if row not in kept))]
 
 
 class Program:
@@ -221,7 +240,8 @@ class Program:
         place.length = len(sequence.tokens)
         with torch.inference_mode():
             Lanes.open(self.lanes, lane, sequence.tokens, sampling.seed)
-            self.lanes.place(lane, [*sequence.slots, *sequence.reserved], place.limit)
+            place.slots = [*sequence.slots, *sequence.reserved]
+            self.lanes.place(lane, place.slots, place.limit)
             self.choices.open(lane, sampling, sequence.tokens, sequence.written)
             self.predicted.tell(lane, place.prediction)
             reading, made = Clock(self.lanes.device), len(self._prompts)
@@ -282,12 +302,10 @@ class Program:
                     source.leave(place.lane, sequence.salt)
 
     def _hand_back(self, place: Place, sequence: Sequence, written: Items[int]) -> None:
-        """Update the sequence's slots. Later steps only reorder the spare ones."""
+        """Update the sequence's slots. A step in flight only reorders the spare ones, and is not waited for."""
         sequence.tokens += written
         count = len(sequence.tokens) - 1
-        owned = [*sequence.slots, *sequence.reserved]
-        sequence.slots = self.lanes.slots[place.lane, :count].tolist()
-        sequence.reserved = [*{*owned}.difference(sequence.slots)]
+        sequence.slots, sequence.reserved = place.slots[:count], place.slots[count:]
         if self.reader is not None and not place.frugal:  # otherwise they have read the prompt only
             sequence.read = count
 
@@ -305,8 +323,7 @@ class Program:
     def _read(self) -> None:
         """Read the results of the oldest step, for all lanes; they are stored until requested."""
         flight = self._flying.pop(0) if self._flying else self._launch()
-        # If all sequences will probably end with this step, do not launch another.
-        if not self._flying and any(place.length + place.pace < place.limit for place in self._open()):
+        if not self._flying and any(place.goes_on for place in self._open()):
             self._flying.append(self._launch())
         numbers = flight.read()
         kind = flight.arm.kind
@@ -323,7 +340,7 @@ class Program:
         for lane, line, hoped in zip(lanes, numbers[lanes].tolist(), expected, strict=True):
             stepped = self._unpack(line, flight.size, cost)
             if stepped.tokens or stepped.fault:  # otherwise it is idle
-                flight.places[lane].add(stepped, flight.arm, hoped)
+                flight.places[lane].add(stepped, flight.size, flight.arm, hoped)
         if self.chances is not None:
             # With a gap in their state, costly sources draft badly; do not count that.
             lanes = [lane for lane in lanes if not (flight.arm.costly and flight.places[lane].frugal)]
