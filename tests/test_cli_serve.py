@@ -54,6 +54,7 @@ def test_it_says_where_it_is_and_ends_by_a_signal(folder: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, logged = process.communicate(timeout=30)
     assert process.returncode == 0
+    assert "loading mine" in logged
     assert "POST /v1/chat/completions 200" in logged
     assert "hello" not in logged
 
@@ -63,7 +64,8 @@ def test_it_says_where_it_is_and_ends_by_a_signal(folder: Path) -> None:
     [
         (["--host", "0.0.0.0"], ["--host 0.0.0.0", "--api-key-file"]),
         (["--method", "magic"], ["unknown method 'magic'"]),
-        (["--api-key-file", "/nothing"], ["--api-key-file"]),
+        (["--api-key-file", "/nothing"], ["--api-key-file /nothing cannot be read: No such file"]),
+        (["--model", "nothing"], ["unknown model 'nothing': there is no such folder"]),
     ],
 )
 def test_what_serve_refuses(folder: Path, arguments: list[str], words: list[str]) -> None:
@@ -95,6 +97,13 @@ def test_chat_remembers_and_begins_anew(folder: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == f"{first}\n{second}\n{first}\n"
     assert "tokens" in result.stderr
+    assert ">" not in result.stderr  # nobody types
+
+
+def test_chat_has_commands(folder: Path) -> None:
+    result = outpace("chat", "--model", folder, "--device", "cpu", stdin="/help\n/exit\nhello\n")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert all(word in result.stderr for word in ("/new", "/exit", "Ctrl-D"))
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_chat(folder: Path) -> None:

@@ -96,7 +96,9 @@ BAD = [
     ("--runtime", "graph", "Did you mean 'graphs'"),
     ("--dtype", "float23", "Did you mean 'float32'"),
     ("--max-new-tokens", "0", "max_new_tokens=0"),
-    ("--prompts", "none.jsonl", "none.jsonl"),
+    ("--prompts", "none.jsonl", "prompts cannot be read from none.jsonl: No such file or directory."),
+    ("--model", "models/none.gguf", "unknown model 'models/none.gguf': there is no such folder or file"),
+    ("--system", "", "the prompt is empty. Give at least one word."),
 ]
 
 
@@ -106,7 +108,7 @@ def test_mistakes_are_refused_before_torch_is_imported() -> None:
         "from typer.testing import CliRunner\n"
         "from outpace import cli\n"
         f"for option, value, word in json.loads({json.dumps(json.dumps(BAD))}):\n"
-        "    prompt = [] if option == '--prompts' else ['hello']\n"
+        "    prompt = [] if option == '--prompts' else [' '] if option == '--system' else ['hello']\n"
         "    result = CliRunner().invoke(cli.app, ['generate', *prompt, option, value])\n"
         "    assert result.exit_code == 2 and word in result.stderr, (option, result.output)\n"
         "    assert not {'torch', 'transformers'} & {*sys.modules}, option\n"

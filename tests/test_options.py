@@ -24,6 +24,27 @@ def chatty(folder: Any) -> Decoder:
     return outpace.load(folder, device="cpu", method="lookahead")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"torch_dtype": "float16"}, "Use dtype"),
+        ({"device_map": "auto"}, "Use device"),
+        ({"max_new_tokens": 5}, "Give it to generate"),
+        ({"method": "lookahead", "windw": 5}, "Did you mean 'window'"),
+        ({"method": "lookahed"}, "Did you mean 'lookahead'"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_is_loaded(options: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        outpace.load("there/is-none", **options)
+
+
+def test_a_decoder_says_what_it_is(chatty: Decoder) -> None:
+    shown = repr(chatty)
+    assert shown.startswith("<Decoder of ")
+    assert all(word in shown for word in ("method='lookahead'", "runtime='plain'", "device='cpu'"))
+
+
 def test_fields_of_sampling_may_be_given_alone() -> None:
     decoder = Decoder(tiny("Llama"), method="autoregressive")
     given: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
@@ -48,6 +69,10 @@ def test_fields_of_sampling_may_be_given_alone() -> None:
         ({"num_return_sequences": 2}, "Use n"),
         ({"temprature": 0.5}, "Did you mean 'temperature'"),
         ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"window": 5}, r"setting of a method.*outpace\.\w+\(window=…\)"),
+        ({"method": "lookahead", "window": 5}, r"outpace\.Lookahead\(window=…\)"),
+        ({"max_new_tokens": "5"}, "max_new_tokens='5' must be"),
+        ({"grammar": "a+"}, r"grammar='a\+' must be an outpace\.Grammar"),
         ({"temperature": 0.5, "sampling": Sampling()}, r"outpace.Sampling\(temperature=…\)"),
     ],
 )

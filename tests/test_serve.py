@@ -277,7 +277,8 @@ class TestOthers:
         ({"min_p": 1}, 400, "min_p", "less than 1"),
         ({"n": 0}, 400, "n", "greater than"),
         ({"n": 17, "temperature": 1}, 400, "n", "16 choices"),
-        ({"max_tokens": 0}, 400, "max_tokens", "greater than"),
+        ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: Input should be greater than"),
+        ({"messages": "x"}, 400, "messages", "messages='x': Input should be"),
         ({"stop": ["a"] * 17}, 400, "stop", "at most 16"),
         ({"stop": ""}, 400, "stop", "at least 1"),
         ({"logit_bias": {"999": 1}}, 400, "logit_bias", "below 257"),
@@ -320,6 +321,21 @@ def test_what_is_refused_is_named(
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param
         assert words in error["message"]
+
+
+def test_what_a_newcomer_gets_wrong_is_answered_with_the_remedy(server: Running) -> None:
+    kind = {"content-type": "application/json"}
+    posts = {
+        "{messages: 1}": "the body is not JSON: Expecting property name enclosed in double quotes, at character 1.",
+        "{}": "messages is missing.",
+    }
+    for body, message in posts.items():
+        answer = server.http.post("/v1/chat/completions", content=body, headers=kind)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+    for path, status, words in (("/v1", 404, "/v1/chat/completions"), ("/v1/completions", 405, "Use POST")):
+        answer = server.http.get(path)
+        assert answer.status_code == status
+        assert words in answer.json()["error"]["message"]
 
 
 def test_the_context_is_named_as_clients_know_it(server: Running) -> None:

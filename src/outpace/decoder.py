@@ -23,7 +23,7 @@ from .models.defaults import Defaults
 from .models.hf import HFModel
 from .models.loading import load as load_model
 from .models.loading import usual_weights
-from .options import BatchOptions, Options, settled
+from .options import BatchOptions, Options, check_settings, settled
 from .picking import Sampling
 from .runtime import calibrate
 from .runtime.choose import engine_for
@@ -221,6 +221,10 @@ class Decoder:
         self._defaults = Defaults(model, self.ends, self.model.device)
         self.method = self.prepare(method or DEFAULT, **settings)
 
+    def __repr__(self) -> str:
+        about = f"method={self.method.name!r}, runtime={self.engine.name!r}, device={str(self.model.device)!r}"
+        return f"<Decoder of {self.model.name!r}, {about}>"
+
     def _take_model(self) -> None:
         """Create the engine for the model as it is now."""
         ours = hasattr(self._given, "config")
@@ -401,6 +405,8 @@ class Decoder:
         if logprobs is not None and (not isinstance(logprobs, int) or isinstance(logprobs, bool) or logprobs < 0):
             raise InputError(f"logprobs={logprobs!r} must be 0 or more, a whole number.")
         hints: list[Hint] = []
+        if not isinstance(grammar, Grammar | Constraint | None):
+            raise InputError(f"grammar={grammar!r:.60} must be an outpace.Grammar, like outpace.Grammar.regex(…).")
         if grammar is not None:
             constraint = self.constraint(grammar, len(tokens)) if isinstance(grammar, Grammar) else grammar
             how = replace(how, processors=(*how.processors, constraint))
@@ -515,7 +521,7 @@ class Decoder:
 
     def _limit(self, prompt_length: int, max_new_tokens: int) -> int:
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more, a whole number.")
+            raise InputError(f"max_new_tokens={max_new_tokens!r} must be 1 or more, a whole number.")
         left = self.model.context - prompt_length
         if left < 1:
             raise InputError(
@@ -676,6 +682,7 @@ def load(
     `exact` (CUDA, or a CPU in float32) makes logits identical, bit for bit, with every method and in every batch.
     `memory` is the share of a GPU's free memory for the KV cache.
     """
+    check_settings(method, settings)
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device, weights or usual_weights(str(model), dtype, device, runtime))
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer

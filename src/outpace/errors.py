@@ -32,11 +32,11 @@ class InputError(OutpaceError, ValueError):
 class UnknownNameError(InputError):
     """A method, setting or model that does not exist."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], why: str = "") -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+        super().__init__(f"unknown {kind} {name!r}{why}.{hint} Known: {', '.join(names) or 'none'}.")
 
 
 class NoRoom(InputError):

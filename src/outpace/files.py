@@ -37,12 +37,17 @@ def write_bytes_whole(path: Path, data: bytes) -> None:
         raise InputError(f"{path} could not be written: {error.strerror or error}.") from error
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without its name."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:
     """The object in a file of this kind and version. Raises InputError for any other file."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path} could not be read: {error.strerror}.") from error
+        raise InputError(f"{path} could not be read: {reason(error)}.") from error
     except ValueError as error:
         raise InputError(
             f"{path} is not complete JSON: it is not an {kind} file, or is cut short ({error})."

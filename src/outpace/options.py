@@ -7,7 +7,8 @@ from typing import Any, TypedDict
 
 from .errors import InputError, UnknownNameError
 from .grammar import Constraint, Grammar
-from .methods import Method
+from .methods import DEFAULT, METHODS, Method, make
+from .methods.base import settings
 from .picking import Sampling
 
 
@@ -102,6 +103,39 @@ _REMEDIES = {
 }
 
 
+# The same for `outpace.load`.
+_AT_LOAD = {
+    "torch_dtype": "Use dtype.",
+    "device_map": "Use device: the whole model must be on one.",
+    "load_in_8bit": 'Use weights="q8", on a CPU.',
+    "load_in_4bit": 'Use weights="q4", on a CPU.',
+    **dict.fromkeys(
+        ("trust_remote_code", "revision", "token", "cache_dir", "quantization_config", "attn_implementation"),
+        "Load the model with transformers, and pass it and its tokenizer to outpace.load.",
+    ),
+}
+
+
+def check_settings(method: str | Method | None, given: Mapping[str, Any]) -> None:
+    """Raise InputError for settings that `load` cannot pass on, before it loads anything."""
+    for name in given:
+        if name in _AT_LOAD:
+            raise InputError(f"unknown option {name!r}. {_AT_LOAD[name]}")
+        if name in NAMES or name in _REMEDIES:
+            raise InputError(f"{name!r} is not an option of load. Give it to generate or stream.")
+    if method is None or isinstance(method, str):
+        make(method or DEFAULT, **given)
+
+
+def _of_method(name: str, method: object) -> str:
+    """What to do with an option that is a setting of some methods; empty if it is not."""
+    owners = [kind for kind in METHODS.values() if name in settings(kind)]
+    if not owners:
+        return ""
+    owner = next((kind for kind in owners if kind.name == method), owners[0])
+    return f"{name!r} is a setting of a method. Give it there: method=outpace.{owner.__name__}({name}=…)."
+
+
 def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with one `sampling` instead of its fields. Raises InputError for unknown names."""
     for name in options:
@@ -109,6 +143,8 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in _REMEDIES:
             raise InputError(f"unknown option {name!r}. {_REMEDIES[name]}")
+        if hint := _of_method(name, options.get("method")):
+            raise InputError(hint)
         raise UnknownNameError("option", name, NAMES)
     given = {name: value for name, value in options.items() if name not in CHANCE}
     chance = {name: options[name] for name in CHANCE if name in options}

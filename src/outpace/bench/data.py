@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnknownNameError
+from ..files import reason
 from .prompts import PROMPTS
 
 _GAP = "# to be written"
@@ -108,8 +109,7 @@ def _text(path: Path) -> str:
             content = gzip.decompress(content)
         return content.decode()
     except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{path} could not be read: {reason}.") from error
+        raise InputError(f"{path} could not be read: {reason(error)}.") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text. Give a file of questions: JSON lines, or a JSON list.") from error
 

@@ -36,7 +36,7 @@ def examine() -> dict[str, Any]:
     """Everything that `doctor` prints, by name."""
     import torch
 
-    from ..heads.shipped import folders
+    from ..heads.shipped import folders, hint
     from ..machine import cpu_name, lacks_bfloat16
     from ..models import bundled
     from ..runtime.calibrate import folder as costs
@@ -54,7 +54,7 @@ def examine() -> dict[str, Any]:
             "there is no C++ compiler: GGUF files, --runtime compiled and --exact need one on a CPU (apt install g++)."
         )
     if not folders():
-        advice.append("no trained heads are installed: pip install 'outpace[demo]' installs those for smollm2-135m.")
+        advice.append(f"no trained heads are installed.{hint()}")
     if not any(costs().glob("*.json")):
         advice.append(
             "nothing is calibrated: `outpace calibrate` sizes the drafts of methods other than auto for this machine."

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError, UnknownNameError
+from ..files import reason
 from ..limits import check_sampling
-from ..models.bundled import NAMES, is_ready
+from ..models.bundled import NAMES, NOT_FOUND, is_ready, may_be_hub_id
 
 if TYPE_CHECKING:
     from ..grammar import Grammar
@@ -84,8 +85,8 @@ def check(
 ) -> None:
     """Reject obvious mistakes before importing torch, which takes seconds."""
     there = model is None or model in NAMES or Path(model).expanduser().exists()
-    if not there and ("/" not in str(model) or str(model).startswith((".", "/", "~"))):
-        raise UnknownNameError("model (no such folder or file, and not a hub id like owner/name)", str(model), NAMES)
+    if model is not None and not there and not may_be_hub_id(model):
+        raise UnknownNameError("model", model, NAMES, NOT_FOUND)
     known = method_names()
     for method in methods:
         if method not in known:
@@ -107,6 +108,12 @@ def prompt_or_pipe(prompt: str | None) -> str | None:
     return None if stdin.isatty() else read_prompt("-") or None
 
 
+def check_prompt(text: str, raw: bool) -> None:
+    """Reject an empty prompt before a model is loaded. A raw one may still have a token, the tokenizer's first."""
+    if not raw and not text.strip():
+        raise InputError("the prompt is empty. Give at least one word.")
+
+
 def read_prompt(prompt: str) -> str:
     """The prompt, from standard input for `-`."""
     try:
@@ -123,7 +130,7 @@ def read_text(option: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise InputError(f"{option} {path}: {error}") from error
+        raise InputError(f"{option} {path} cannot be read: {reason(error)}.") from error
 
 
 def read_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..files import reason
 
 FIELDS = ("prompt", "question", "instruction")
 
@@ -29,7 +30,7 @@ def read_entries(path: Path, system: str, raw: bool) -> list[Entry]:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeError, EOFError) as error:
-        raise InputError(f"prompts cannot be read from {path}: {error}.") from error
+        raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
     first = [{"role": "system", "content": system}] if system else []
     entries = []
     for number, line in enumerate(lines, 1):

@@ -79,6 +79,7 @@ def race(
         )
     chosen = choose_for_race(options.listed(methods), settings, device)
     text = options.read_prompt(prompt)
+    options.check_prompt(text, raw)
     decoder, loaded = load_both(model, dtype, device, runtime, exact, weights)
     entered = [decoder.prepare(name, **given) for name, given in chosen]
     recorder = Recorder(decoder, entered)

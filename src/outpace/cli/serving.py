@@ -16,6 +16,8 @@ from .settings import choose_method
 if TYPE_CHECKING:
     from ..decoder import Decoder
 
+HELP = "Ctrl-C stops an answer; /exit or Ctrl-D ends the chat; /new starts another; /help shows this."
+
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
@@ -56,6 +58,7 @@ def serve(
     from ..serve import check_installed
 
     check_installed()
+    options.check(model, [method], runtime, dtype)
     from ..serve.running import Server, is_loopback, listen, read_keys, run
     from ..serve.settings import Settings
 
@@ -121,7 +124,8 @@ def chat(
     runtime: options.Runtime = "auto",
     exact: options.Exact = False,
 ) -> None:
-    """Chat with a model. Ctrl-C stops an answer; Ctrl-C again, or Ctrl-D, ends the chat; /new starts another."""
+    """Chat with a model. Ctrl-C stops an answer; /exit, Ctrl-C again or Ctrl-D ends the chat; /new starts another."""
+    options.check(model, [method], runtime, dtype, max_new_tokens, temperature=temperature, top_p=top_p)
     from ..picking import Sampling
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
@@ -131,6 +135,11 @@ def chat(
     begin = [{"role": "system", "content": system}] if system else []
     messages = [*begin]
     for said in _lines():
+        if said.strip() in ("/exit", "/quit"):
+            return
+        if said.strip() == "/help":
+            typer.echo(HELP, err=True)
+            continue
         if said.strip() == "/new":
             messages = [*begin]
             continue
@@ -147,10 +156,14 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """The lines typed. The prompt goes to standard error, so that standard output has only the answers."""
+    """The lines typed, or piped in. What is not an answer goes to standard error."""
     stdin = typer.get_text_stream("stdin")
+    typed = stdin.isatty()
+    if typed:
+        typer.echo(HELP, err=True)
     while True:
-        typer.echo("> ", nl=False, err=True)
+        if typed:
+            typer.echo("> ", nl=False, err=True)
         try:
             line = stdin.readline()
         except KeyboardInterrupt:
@@ -159,7 +172,8 @@ def _lines() -> Iterator[str]:
         except UnicodeError as error:
             raise InputError("the input is not UTF-8 text. Convert it to UTF-8.") from error
         if not line:
-            typer.echo(err=True)
+            if typed:
+                typer.echo(err=True)
             return
         yield line.rstrip("\n")
 

@@ -125,6 +125,8 @@ def generate(
     text = None if entries is not None else options.prompt_or_pipe(prompt)
     if entries is None and text is None:
         raise InputError("there is no prompt. Give a PROMPT, pipe one in, or give a file of prompts with --prompts.")
+    if text is not None:
+        options.check_prompt(text, raw)
 
     from ..picking import Sampling
     from ..picture import check_picture, save_staircase

@@ -34,7 +34,7 @@ def _brought(point: EntryPoint) -> Path | None:
 
 def hint() -> str:
     """What to install if there are no heads."""
-    return "" if folders() else f" Those for smollm2-135m are in the package {PACKAGE}: pip install 'outpace[demo]'."
+    return "" if folders() else f" Those for smollm2-135m come with: pip install packages/{PACKAGE} (in a clone)."
 
 
 def of_kind(kind: str) -> list[Path]:

@@ -68,10 +68,16 @@ MODELS: dict[str, EmbeddedModel] = {
     )
 }
 NAMES: tuple[str, ...] = tuple(MODELS)
+NOT_FOUND = ": there is no such folder or file, and it is not a hub id like owner/name"
 
 _STAGING_PREFIX = ".staging-"
 _STALE_AFTER_SECONDS = 24 * 3600
 _LINES_OF_PIP_SHOWN = 3
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether the name of a model may be one of the hub's, and not a path."""
+    return "/" in name and not name.startswith((".", "/", "~")) and not name.endswith(".gguf")
 
 
 def describe(name: str) -> EmbeddedModel:

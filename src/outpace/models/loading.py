@@ -132,13 +132,14 @@ def _load_numbers(name: str, kind: torch.dtype, place: torch.device) -> Loaded:
 
 
 def _tokenizer(name: str, folder: str | Path) -> Any:
+    needed = "The folder needs tokenizer files (tokenizer.json and tokenizer_config.json)."
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=Path(folder).is_dir())
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=Path(folder).is_dir())
     except Exception as error:
-        raise ModelError(
-            f"the tokenizer of {name!r} could not be loaded: {_reason(error)} The folder needs tokenizer files "
-            "(tokenizer.json and tokenizer_config.json)."
-        ) from error
+        raise ModelError(f"the tokenizer of {name!r} could not be loaded: {_reason(error)} {needed}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers creates an empty one if there are no files
+        raise ModelError(f"{name!r} has no tokenizer. {needed}")
+    return tokenizer
 
 
 def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, device: torch.device) -> Loaded:
@@ -240,8 +241,8 @@ def _find(name: str) -> str:
         return str(path)
     if path.exists():
         raise ModelError(f"{path} is a file, but not *.gguf. Give the folder that contains it.")
-    if "/" not in name or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
-        raise UnknownNameError("model (no such folder or file, and not a hub id like owner/name)", name, bundled.NAMES)
+    if not bundled.may_be_hub_id(name):
+        raise UnknownNameError("model", name, bundled.NAMES, bundled.NOT_FOUND)
     return name
 
 

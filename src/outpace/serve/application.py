@@ -134,14 +134,24 @@ async def _invalid(_: Request, error: Exception) -> Response:
     first = min(found, key=lambda item: item["type"].endswith("_type"))
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return Fault("the body is not JSON.").response()
-    param = ".".join(place) or None
-    return Fault(f"{param or 'the body'}: {first['msg']}", param=place[0] if place else None).response()
+        why = first.get("ctx", {}).get("error", first["msg"])
+        return Fault(f"the body is not JSON: {why}, at character {place[0] if place else 0}.").response()
+    param = ".".join(place)
+    if first["type"] == "missing":
+        message = f"{param or 'the body'} is missing."
+    else:
+        message = f"{param or 'the body'}={first.get('input')!r:.60}: {first['msg']}."
+    return Fault(message, param=place[0] if place else None).response()
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Fault(str(error.detail), error.status_code, code=None).response()
+    message, path = str(error.detail), request.url.path
+    if error.status_code == 404:
+        message = f"there is no {path} here. The API is at /v1/chat/completions, /v1/completions and /v1/responses."
+    elif error.status_code == 405:
+        message = f"{path} does not take {request.method}. Use {(error.headers or {}).get('Allow', 'POST')}."
+    return Fault(message, error.status_code, code=None).response()
 
 
 @cache

@@ -15,6 +15,7 @@ from types import FrameType
 import uvicorn
 
 from ..errors import InputError
+from ..files import reason
 from .application import build
 from .service import Service
 from .settings import Settings, Source
@@ -88,7 +89,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
     try:
         keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeError) as error:
-        raise InputError(f"--api-key-file {path}: {error}") from error
+        raise InputError(f"--api-key-file {path} cannot be read: {reason(error)}.") from error
     if not keys:
         raise InputError(f"--api-key-file {path} has no keys. Put one on each line.")
     return keys

@@ -50,6 +50,8 @@ class Service:
 
     def _load(self) -> None:
         try:
+            if not isinstance(self._source, Decoder):
+                log.info("loading %s", self.settings.name or "the model")
             decoder = self._source if isinstance(self._source, Decoder) else self._source()
             if len(self.settings.api_keys) > 1 and getattr(decoder.method, "store", False):
                 raise InputError(

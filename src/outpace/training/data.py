@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import InputError
+from ..files import reason
 from ..heads.storing import read_tensors
 from ..models.whole import write_batch
 from ..sending import move
@@ -44,10 +45,10 @@ class Text:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file of JSON lines (`prompt`, `question`, `instruction` or `turns`), or of plain lines."""
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeError, EOFError) as error:
-        raise InputError(f"prompts cannot be read from {path}: {error}.") from error
+        raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
     plain = ".txt" in path.suffixes
     prompts = [line if plain else _prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
