@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import InputError, OutpaceWarning, cli
+from outpace import InputError, ModelError, OutpaceWarning, cli
 from outpace.chart import _Lines
 from outpace.cli import options
 from outpace.files import write_whole
+from outpace.heads.storing import read_config
 from outpace.methods import METHODS
 from outpace.models import loading
 from outpace.runtime.choose import RUNTIMES
@@ -200,3 +201,19 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(capsys: pytest.Captu
 
 def test_completion_is_offered() -> None:
     assert "--install-completion" in outpace("--help").stdout
+
+
+@pytest.mark.parametrize("methods", ["", "auto,,lookahead"])
+def test_a_method_without_a_name_is_not_the_default(folder: Path, methods: str) -> None:
+    assert_refused(outpace("race", "hello", "--model", folder, "--methods", methods), "unknown method ''")
+    assert_refused(outpace("bench", "--model", folder, "--methods", methods), "unknown method ''")
+
+
+def test_the_folder_of_a_training_is_not_that_of_its_heads(tmp_path: Path) -> None:
+    for kind in ("medusa", "block"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"{tmp_path} has no heads.*{tmp_path}/block or {tmp_path}/medusa"):
+        read_config(tmp_path)
+    with pytest.raises(ModelError, match=r"Give one that `outpace train` wrote"):
+        read_config(tmp_path / "none")

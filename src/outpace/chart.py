@@ -100,16 +100,17 @@ def print_costs(console: Console, curve: CostCurve, decoder: Decoder) -> None:
 
 def print_look(console: Console, look: Look) -> None:
     """The acceptance that `auto` expects of each source, and what it chose."""
-    if look.beliefs:
+    beliefs = {name: belief for name, belief in look.beliefs.items() if any(belief.guesses)}  # of sources that drafted
+    if beliefs:
         knots = [
             [
                 f"{said:.3f}",
-                *(f"{belief.believed[knot]:.3f} ({belief.guesses[knot]:.0f})" for belief in look.beliefs.values()),
+                *(f"{belief.believed[knot]:.3f} ({belief.guesses[knot]:.0f})" for belief in beliefs.values()),
             ]
-            for knot, said in enumerate(next(iter(look.beliefs.values())).said)
+            for knot, said in enumerate(next(iter(beliefs.values())).said)
         ]
         console.print(
-            table_of(["source's own estimate", *(f"{name}: acceptance (drafted)" for name in look.beliefs)], knots)
+            table_of(["source's own estimate", *(f"{name}: acceptance (drafted)" for name in beliefs)], knots)
         )
     if look.steps:
         everything = sum(look.steps.values())

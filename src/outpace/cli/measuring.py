@@ -65,6 +65,9 @@ def bench(
 
     To resume a bench that was stopped, run the same command again.
     """
+    options.check(
+        *(model, options.listed(methods), runtime, dtype, max_new_tokens), temperature=temperature, top_p=top_p
+    )
     from ..bench.data import choose_questions, own_questions, read_questions
     from ..bench.entries import Ours, Transformers
     from ..bench.harness import Settings, digest, measure
@@ -139,10 +142,11 @@ def reproduce(
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
-    """Reproduce the tables and figures of PAPER, next to the paper's own, and check its claims.
+    """Reproduce a paper's tables and figures, next to the paper's own numbers, and check its claims.
 
     Finished runs are kept in the folder `runs` of --out: run the same command again to resume.
     """
+    options.check(model, runtime=runtime, dtype=dtype)
     from ..bench.data import own_questions, read_questions
     from ..chart import can_plot, progress_bar
     from ..reproduce import PAPERS, stem
@@ -206,6 +210,7 @@ def calibrate(
     Then show the state of `auto`, which needs no calibration: the acceptance it expects, and what it chose on a few
     prompts.
     """
+    options.check(model, runtime=runtime, dtype=dtype)
     from ..bench.calibration import calibrate as run
     from ..bench.calibration import look
     from ..board import console_for_output

@@ -63,6 +63,9 @@ def race(
     as_json: options.Json = False,
 ) -> None:
     """Run several methods on one prompt, one after another, and compare. Exit code 1 if the outputs differ."""
+    options.check(
+        *(model, options.listed(methods), runtime, dtype, max_new_tokens), temperature=temperature, top_p=top_p
+    )
     from ..bench.entries import Task, Transformers
     from ..bench.harness import Settings
     from ..bench.recording import Recorder

@@ -46,8 +46,8 @@ def train(
             show_default=False,
         ),
     ] = None,
-    updates: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = 0.0,
+    updates: Annotated[int, typer.Option(help="Stop after this many optimizer steps. Give this or --minutes.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Stop after this many minutes. Give this or --updates.")] = 0.0,
     tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 16384,
     rate: Annotated[float, typer.Option(help="Peak learning rate of matrices (Muon).")] = 1e-2,
     vector_rate: Annotated[float, typer.Option(help="Peak learning rate of norms and biases (AdamW).")] = 3e-3,
@@ -105,8 +105,8 @@ def train(
     from ..training.trainer import Plan
 
     team = Team()
-    plan = Plan(updates, minutes, tokens, rate, vector_rate, weight, hard, seed=seed)
     chosen = choose_heads(kinds, settings)
+    plan = Plan(updates, minutes, tokens, rate, vector_rate, weight, hard, seed=seed)
     texts = [text for task in PROMPTS.values() for text in task] if prompts is None else read_prompts(prompts)
     kept_back = max(1, min(256, len(texts) // 10)) if held_out is None else held_out
     how = Answers(kept_back, rounds, more, batch, new_tokens, answer_minutes, seed)
@@ -163,7 +163,10 @@ def train(
         console.print(
             f"{name}: about {expected:.2f} tokens per step on similar prompts, {speed:.2f} times plain decoding{word}"
         )
-    typer.echo(f"saved in {out}: use them with --method KIND (exits: adadecode) --set heads={out}/KIND", err=True)
+    typer.echo(f"saved in {out}. To use them:", err=True)
+    for kind in kinds:
+        method = "adadecode" if kind == "exits" else kind
+        typer.echo(f"  --method {method} --set heads={out / kind}", err=True)
 
 
 def export(

@@ -141,7 +141,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json, with all entries."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(f"{folder} has no heads: there is no config.json.")
+        inside = sorted(str(config.parent) for config in folder.glob("*/config.json"))
+        remedy = f"Give a folder in it: {' or '.join(inside)}." if inside else "Give one that `outpace train` wrote."
+        raise ModelError(f"{folder} has no heads: there is no config.json. {remedy}")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:

@@ -63,7 +63,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if (self.updates > 0) == (self.minutes > 0):
-            raise InputError(f"updates={self.updates}, minutes={self.minutes}: give one of the two, above 0.")
+            raise InputError(
+                f"updates={self.updates}, minutes={self.minutes}: give one of the two, --updates or --minutes."
+            )
         if not 0 <= self.hard <= 1 or not 0 < self.weight <= 1 or not 0 <= self.warm_up < 1:
             raise InputError("hard must be 0 to 1, weight above 0 to 1, warm_up 0 to below 1.")
         if min(self.tokens, self.rate, self.vector_rate, self.clip) <= 0:
