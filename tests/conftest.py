@@ -7,7 +7,7 @@ import gc
 import platform
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from outpace import CostCurve
 from outpace.methods import auto
-from outpace.runtime import calibrate, program
+from outpace.runtime import calibrate, fixed, program
 
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("not slow", settings.get_profile("all"), max_examples=40)
@@ -132,9 +132,19 @@ def _quiet_transformers() -> None:
 _GLANCE = CostCurve({}, (1, 2, 4, 8, 16), (64,), ((0.010, 0.011, 0.013, 0.017, 0.025),))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """How fast this machine is must not decide what tests do, nor what a module's server does for all of them."""
+    folder = tmp_path_factory.mktemp("costs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "folder", lambda: folder)
+        patch.setattr(auto, "glance", lambda engine: _GLANCE)
+        patch.setattr(program._Whole, "_timed", lambda step: 20.0)
+        patch.setattr(fixed.Clock, "ms", lambda clock: 20.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """How fast this machine is must not decide what tests do, now or when it was calibrated."""
+    """Nor what was calibrated, or learnt by another test."""
     monkeypatch.setattr(calibrate, "folder", lambda: tmp_path / "costs")
-    monkeypatch.setattr(auto, "glance", lambda engine: _GLANCE)
-    monkeypatch.setattr(program._Whole, "_timed", lambda step: 20.0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import HashStore
@@ -74,9 +76,7 @@ def in_threads(count: int, work: Callable[[Ranks], Any]) -> list[Any]:
 def in_processes(count: int, work: Callable[..., Any], *arguments: Any, wait: float = 300.0) -> list[Any]:
     """What `work(rank, *arguments)` returns or raises in each of `count` processes; None from a killed one."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the server must not tell of ranks that are lost
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = own_port()
     pipes = [_processes.Pipe(duplex=False) for _ in range(count)]
     started = [
         _processes.Process(target=_run, args=(rank, count, port, pipes[rank][1], work, arguments))
@@ -96,6 +96,14 @@ def in_processes(count: int, work: Callable[..., Any], *arguments: Any, wait: fl
         if process.is_alive():
             process.kill()
     return results
+
+
+def own_port() -> int:
+    """A free port below those that the system hands out, so that nobody gets it by chance before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _run(rank: int, count: int, port: int, results: Any, work: Callable[..., Any], arguments: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
@@ -56,13 +57,24 @@ def new_decoder(context: int = 2048, **options: Any) -> Decoder:
     return Decoder(model, bytewise(), **options)
 
 
+LONG = 300.0  # seconds, after which something is broken, however busy this machine is
+
+
+def wait_until(comes: Callable[[], object]) -> None:
+    """Wait for something that comes."""
+    end = time.monotonic() + LONG
+    while not comes():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
+
+
 class Running:
     """A server that runs."""
 
     def __init__(self, server: Server, url: str) -> None:
         self.server, self.url = server, url
         self.service = server.service
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=LONG)
 
     @property
     def held(self) -> int:
@@ -83,11 +95,24 @@ class Running:
 
     def settle(self) -> None:
         """Wait until no text is open."""
-        for _ in range(500):
-            if self.service.open == 0:
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"{self.service.open} texts are still open")
+        wait_until(lambda: self.service.open == 0)
+
+    @contextmanager
+    def paused(self, when: Callable[[], bool] = lambda: True) -> Iterator[Event]:
+        """While `when` is true no step goes on, until the event is set or this ends."""
+        model = self.service.decoder.model
+        forward, go_on = model.forward, Event()
+
+        def waiting(*given: Any, **more: Any) -> Any:
+            wait_until(lambda: go_on.is_set() or not when())
+            return forward(*given, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "forward", waiting)
+            try:
+                yield go_on
+            finally:
+                go_on.set()
 
 
 @contextmanager
@@ -108,5 +133,5 @@ def running(source: Any, wait: bool = True, drain: float = 5.0, port: int = 0, *
         finally:
             found.http.close()
             server.handle_exit(15, None)
-            thread.join(30)
+            thread.join(LONG)
             assert not thread.is_alive()

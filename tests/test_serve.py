@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import resource
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -25,7 +27,8 @@ from outpace.serve.settings import Settings
 from outpace.serve.tools import BareCalls, Calls, Found
 from outpace.serve.warming import SAMPLINGS, warm
 
-from .serving import Running, new_decoder, running
+from .ranks import own_port
+from .serving import LONG, Running, new_decoder, running, wait_until
 from .test_batch import graph_decoder
 
 PERSON = {
@@ -425,37 +428,43 @@ class TestFaults:
         expected = server.text("other", max_tokens=150)
         with ThreadPoolExecutor(2) as threads:
             texts = [threads.submit(server.text, "other", max_tokens=150) for _ in range(2)]
+            wait_until(lambda: server.service.open == 2 or all(text.done() for text in texts))  # none comes too late
             yield
             assert [text.result() for text in texts] == [expected] * 2
         server.settle()
         assert server.held == 0
 
-    def open_stream(self, server: Running, **fields: Any) -> socket.socket:
-        """A stream's connection; its first bytes are read."""
-        body = json.dumps(
-            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000, "stream": True, **fields}
-        )
+    def ask(self, server: Running, **fields: Any) -> socket.socket:
+        """The connection of a request that nobody has answered yet."""
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}], "temperature": 0, **fields})
         host, port = server.url.removeprefix("http://").split(":")
         found = socket.create_connection((host, int(port)))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
         found.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        return found
+
+    def open_stream(self, server: Running, **fields: Any) -> socket.socket:
+        """A stream's connection; its first bytes are read."""
+        found = self.ask(server, stream=True, max_tokens=1000, **fields)
         assert b"200" in found.recv(4096)
         return found
 
     def test_a_client_is_killed_in_mid_stream(self, server: Running, others: None) -> None:
-        steps = server.service._worker._writing  # type: ignore[union-attr]
-        connection = self.open_stream(server)
-        assert steps
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-        connection.close()
+        worker = server.service._worker
+        assert worker is not None
+
+        def begun() -> bool:
+            return any(job.first and job.order.options["max_new_tokens"] == 1000 for job in worker._jobs.values())
+
+        with server.paused(when=begun):
+            connection = self.open_stream(server)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+            connection.close()
 
     def test_a_client_goes_before_its_first_token(self, server: Running, others: None) -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            server.http.post(
-                "/v1/chat/completions",
-                json={"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 500, "temperature": 0},
-                timeout=0.05,
-            )
+        ask = {"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 500, "temperature": 0}
+        with server.paused(), pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/chat/completions", json=ask, timeout=httpx.Timeout(LONG, read=0.05))
 
     @pytest.mark.parametrize("stream", [True, False])
     def test_a_client_that_goes_while_its_prompt_is_read_ends_it_within_a_step(
@@ -464,23 +473,24 @@ class TestFaults:
         model, worker = server.service.decoder.model, server.service._worker
         assert worker is not None
         forward, cancel = model.forward, worker.cancel
-        count, seen = 0, list[int]()
+        count, reading, gone = 0, Event(), Event()
 
         def counted(*given: Any, **more: Any) -> Any:
             nonlocal count
             count += 1
-            time.sleep(0.05)
+            if count == 3:  # it is in the midst of its prompt
+                reading.set()
+                assert gone.wait(LONG)
             return forward(*given, **more)
 
         monkeypatch.setattr(model, "chunk", 32)
         monkeypatch.setattr(model, "forward", counted)
-        monkeypatch.setattr(worker, "cancel", lambda jobs: (seen.append(count), cancel(jobs)))
-        ask = {"messages": [{"role": "user", "content": "y" * 1900}], "max_tokens": 500, "stream": stream}
-        with pytest.raises(httpx.ReadTimeout):
-            server.http.post("/v1/chat/completions", json=ask, timeout=0.3)
+        monkeypatch.setattr(worker, "cancel", lambda jobs: (cancel(jobs), gone.set()))
+        messages = [{"role": "user", "content": "y" * 1900}]
+        with self.ask(server, messages=messages, max_tokens=500, stream=stream):
+            assert reading.wait(LONG)
         server.settle()
-        assert 0 < seen[0] < 1900 // 32  # it was in the midst of its prompt
-        assert count <= seen[0] + 1
+        assert count == 3
         assert server.held == 0
 
     def test_a_slow_reader(self, server: Running, others: None) -> None:
@@ -530,9 +540,12 @@ class TestFaults:
 
     def test_more_than_there_is_room_for(self, server: Running, others: None) -> None:
         def ask(number: int) -> httpx.Response:
-            return server.chat(f"{number}", max_tokens=20)
+            answer = server.chat(f"{number}", max_tokens=20)
+            if answer.status_code == 429:
+                go_on.set()
+            return answer
 
-        with ThreadPoolExecutor(40) as threads:
+        with server.paused() as go_on, ThreadPoolExecutor(40) as threads:
             answers = [*threads.map(ask, range(40))]
         refused = [answer for answer in answers if answer.status_code == 429]
         assert refused
@@ -543,21 +556,27 @@ class TestFaults:
                 assert answer.json()["choices"][0]["message"]["content"] == server.text(f"{number}", max_tokens=20)
 
 
+@pytest.fixture
+def _many_files() -> Iterator[None]:
+    """As many open files as the system allows: a shell's limit is often 1,024, and both ends are here."""
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+@pytest.mark.usefixtures("_many_files")
 def test_a_thousand_queued_and_cancelled() -> None:
     with running(new_decoder(), max_texts=4, max_queue=1000) as found:
         expected = found.text()
         host, port = found.url.removeprefix("http://").split(":")
         body = json.dumps({"prompt": "x", "max_tokens": 500})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        sockets = []
-        for _ in range(1000):
-            connection = socket.create_connection((host, int(port)))
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            sockets.append(connection)
-        while found.service.open < 900:
-            time.sleep(0.01)
-        for connection in sockets:
-            connection.close()
+        with found.paused(), ExitStack() as sockets:
+            for _ in range(1000):
+                connection = sockets.enter_context(socket.create_connection((host, int(port))))
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            wait_until(lambda: found.service.open == 1000)
         found.settle()
         assert found.held == 0
         assert found.text() == expected
@@ -606,35 +625,43 @@ def test_a_deadline_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stream_that_says_nothing_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "ALIVE", 0.05)
     with running(new_decoder()) as found:
-        expected = found.text(max_tokens=4)
-        slow(found, 0.2, monkeypatch)
-        text = found.chat(max_tokens=4, stream=True, speculative=False).text
-        blocks = text.split("\n\n")
-        assert ":" in blocks
-        said = [json.loads(block[6:]) for block in blocks if block.startswith("data: {")]
-        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in said) == expected
+        expected, worker = found.text(max_tokens=4), found.service._worker
+        assert worker is not None
+        body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "stream": True}
+        with (
+            found.paused(when=lambda: any(job.first for job in worker._jobs.values())) as go_on,
+            found.http.stream("POST", "/v1/chat/completions", json={**body, "speculative": False}) as stream,
+        ):
+            text = ""
+            for line in stream.iter_lines():
+                if line == ":":
+                    go_on.set()
+                elif line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+            assert go_on.is_set()
+        assert text == expected
 
 
-def test_sigterm_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(new_decoder()) as found, ThreadPoolExecutor(1) as threads:
+def test_sigterm_drains() -> None:
+    with running(new_decoder(), drain=LONG) as found, ThreadPoolExecutor(1) as threads:
         expected = found.text(max_tokens=30)
-        slow(found, 0.02, monkeypatch)
-        text = threads.submit(found.text, max_tokens=30)
-        while found.service.open == 0:
-            time.sleep(0.005)
-        found.server.handle_exit(15, None)
-        answer = found.http.get("/health")
-        assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
-        refused = found.chat()
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"]
+        with found.paused():
+            text = threads.submit(found.text, max_tokens=30)
+            wait_until(lambda: found.service.open)
+            found.server.handle_exit(15, None)
+            answer = found.http.get("/health")
+            assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+            refused = found.chat()
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
         assert text.result() == expected
 
 
 def test_a_server_that_is_started_again_goes_on_as_before() -> None:
     """At the same address, with the same text; a client that tries again notices nothing."""
-    with running(new_decoder()) as first:
-        expected, port = first.text(max_tokens=30), int(first.url.split(":")[-1])
+    port = own_port()
+    with running(new_decoder(), port=port) as first:
+        expected = first.text(max_tokens=30)
     with httpx.Client() as http, pytest.raises(httpx.ConnectError):
         http.get(first.url)
     with running(new_decoder(), port=port) as second:
@@ -654,21 +681,22 @@ def test_the_table_of_faults_names_its_tests() -> None:
     assert [name for name in named if f"def {name}(" not in here] == []
 
 
-def test_what_is_not_done_when_the_drain_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_done_when_the_drain_ends_is_told() -> None:
     with running(new_decoder(), drain=0.3) as found, ThreadPoolExecutor(1) as threads:
-        slow(found, 0.05, monkeypatch)
-        answer = threads.submit(found.chat, max_tokens=500)
-        while found.service.open == 0:
-            time.sleep(0.005)
-        found.server.handle_exit(15, None)
-        assert answer.result().status_code == 503
+        worker = found.service._worker
+        assert worker is not None
+        with found.paused(when=lambda: worker._state != "stopped"):
+            answer = threads.submit(found.chat, max_tokens=500)
+            wait_until(lambda: found.service.open)
+            found.server.handle_exit(15, None)
+            assert answer.result().status_code == 503
 
 
 def test_health_is_503_until_the_model_is_there() -> None:
     looked = Event()
 
     def load() -> Any:
-        assert looked.wait(300)
+        assert looked.wait(LONG)
         return new_decoder()
 
     with running(load, wait=False) as found:
@@ -677,8 +705,7 @@ def test_health_is_503_until_the_model_is_there() -> None:
         refused = found.chat()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         looked.set()
-        while found.http.get("/health").status_code == 503:
-            time.sleep(0.05)
+        wait_until(lambda: found.http.get("/health").status_code != 503)
         assert found.text()
 
 
@@ -715,8 +742,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         raise InputError("no such model")
 
     with running(load, wait=False) as found:
-        while found.service.state == "loading":
-            time.sleep(0.01)
+        wait_until(lambda: found.service.state != "loading")
         assert isinstance(found.service.error, InputError)
 
 
@@ -724,8 +750,7 @@ def test_no_store_is_shared_by_several_keys() -> None:
     decoder = new_decoder()
     decoder.method = decoder.prepare(PromptLookup(store=64))
     with running(decoder, wait=False, api_keys=("one" * 8, "two" * 8)) as found:
-        while found.service.state == "loading":
-            time.sleep(0.01)
+        wait_until(lambda: found.service.state != "loading")
         assert isinstance(found.service.error, InputError)
         assert "store=0" in str(found.service.error)
 

@@ -22,6 +22,7 @@ from .settings import Settings, Source
 
 log = logging.getLogger("outpace.serve")
 PATIENCE = 2  # seconds for connections to close after all sequences have ended
+IDLE = 75  # seconds until an idle connection is closed. Clients close theirs sooner: one that used it now would fail
 
 
 class Server(uvicorn.Server):
@@ -38,6 +39,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 http="h11",
                 h11_max_incomplete_event_size=settings.max_headers,
+                timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=PATIENCE,
                 server_header=False,
             )
