@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+LONG = 300_000  # milliseconds, after which something is broken, however busy this machine is
 WIDTHS = {"wide": (1280, 900), "narrow": (390, 844)}
 
 
@@ -73,10 +74,12 @@ def main() -> None:
     assert arguments.report.stat().st_size < 2_000_000, "the page is too large"
     problems: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        chromium = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=LONG)
         for name, (width, height) in WIDTHS.items():
             for scheme in ("light", "dark"):
                 page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+                page.set_default_timeout(LONG)
                 page.on("console", lambda message: problems.append(message.text))
                 page.on("pageerror", lambda error: problems.append(str(error)))
                 page.on("request", lambda asked: problems.append(asked.url) if asked.url.startswith("http") else None)

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ import pytest
 
 from outpace import cli, load
 
-from .serving import new_decoder
+from .serving import LONG, new_decoder
 from .test_cli import assert_refused, generate, outpace
 
 
@@ -48,11 +48,11 @@ def test_it_says_where_it_is_and_ends_by_a_signal(folder: Path) -> None:
     assert line.startswith("outpace: mine is ready at http://127.0.0.1:")
     url = line.split()[-1]
     ask = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 8}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).json()
+    answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=LONG).json()
     expected = load(str(folder), device="cpu", method="autoregressive").generate("hello", max_new_tokens=8)
     assert answer["choices"][0]["message"]["content"] == expected.text
     process.send_signal(signal.SIGTERM)
-    _, logged = process.communicate(timeout=30)
+    _, logged = process.communicate(timeout=LONG)
     assert process.returncode == 0
     assert "loading mine" in logged
     assert "POST /v1/chat/completions 200" in logged
@@ -124,16 +124,23 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(folder: Path) -> None:
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    assert process.stderr is not None
+    late = Timer(LONG, process.kill)
+    late.start()
     process.stdin.write(b"hello\n")
     process.stdin.flush()
     process.stdout.read(1)
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    _, said = process.communicate(b"", timeout=30)
+    said = b""
+    while b"autoregressive:" not in said:  # the answer has ended
+        part = os.read(process.stderr.fileno(), 4096)
+        assert part, said
+        said += part
+    assert b"stopped, autoregressive:" in said
+    _, said = process.communicate(b"/help\n")
+    late.cancel()
     assert process.returncode == 0
-    assert b"stopped, autoregressive" in said
+    assert b"/help shows this" in said
 
 
 def test_generate_has_grammars_logprobs_and_predictions(folder: Path, tmp_path: Path) -> None:

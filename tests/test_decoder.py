@@ -338,8 +338,10 @@ def test_a_stream_may_be_dropped_in_another_thread_at_any_moment() -> None:
     done = threading.Event()
 
     def write() -> list[int]:
-        found = [decoder.generate([1, 2, 3], method=method, max_new_tokens=60).token_ids for _ in range(2)]
-        done.set()
+        try:
+            found = [decoder.generate([1, 2, 3], method=method, max_new_tokens=60).token_ids for _ in range(2)]
+        finally:
+            done.set()
         assert found == [expected] * 2
         return found[0]
 

@@ -40,7 +40,7 @@ def test_loops_count_tokens_and_lost_requests(load: Any, capsys: pytest.CaptureF
     assert (good[3], good[4], good[5]) == (13, 12, None)
     assert good[0] < good[1] <= good[2]
     assert (bad[5], left[5]) == ("HTTP/1.1 400 Bad Request", "left")
-    lines = [{**auto, "clients": 16, "first_token_ms": 151}, {**plain, "lost": 1}]
+    lines = [{**auto, "clients": 16, "first_token_ms": 151}, {**plain, "lost": 1, "tokens_per_second": 9.0}]
     assert not load.judged(lines, {**own, "cost": 0.01}, arguments)
     said = capsys.readouterr().out
     assert "MISSED 16 clients: first token after 151 ms, at most 150" in said
@@ -56,7 +56,7 @@ def test_speed_counts_what_came_between_two_times(load: Any) -> None:
 def test_memory_and_slots(load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     decoder = new_decoder()
     monkeypatch.setattr(load, "decoder_of", lambda _: decoder)
-    arguments = argparse.Namespace(times=1, clients=[2], seconds=1.0, tokens=12, data=None, settled=0.5)
+    arguments = argparse.Namespace(times=1, clients=[2], seconds=1.0, tokens=12, data=None, settled=0.0)
     load.memory(arguments)
     said = capsys.readouterr().out
     assert "met    0 slots lost" in said

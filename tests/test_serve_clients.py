@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from .serving import Running, new_decoder, running
+from .serving import LONG, Running, new_decoder, running
 
 openai = pytest.importorskip("openai")
 PERSON = {
@@ -125,18 +125,13 @@ class TestOpenAI:
         def once(*given: Any) -> Any:
             if not refusals:
                 refusals.append(1)
-                monkeypatch.setattr(worker, "queue", -worker.most)  # nobody may come
-                try:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(worker, "queue", -worker.most)  # nobody may come
                     return submit(*given)
-                finally:
-                    monkeypatch.undo()
             return submit(*given)
 
-        worker.submit = once  # type: ignore[method-assign]
-        try:
-            answer = client.chat.completions.create(**hello(max_tokens=12))
-        finally:
-            del worker.submit  # type: ignore[method-assign]
+        monkeypatch.setattr(worker, "submit", once)
+        answer = client.chat.completions.create(**hello(max_tokens=12))
         assert refusals
         assert answer.choices[0].message.content == server.text()
 
@@ -213,7 +208,7 @@ def fuzz(server: Running, cases: int, seed: int = 0) -> int:
 
     headers = {"Authorization": f"Bearer {KEY}"}
     schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
-    schema.config.update(base_url=server.url)
+    schema.config.update(base_url=server.url, request_timeout=LONG)
     operations = [found.ok() for found in schema.get_all_operations()]
     count = 0
     for operation in operations:

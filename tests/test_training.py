@@ -282,8 +282,8 @@ def test_bad_plans_are_refused() -> None:
 
 @pytest.mark.slow
 def test_several_processes_train_the_same_heads_together(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    subprocess.run([*launch, "-m", "tests.team", str(tmp_path)], check=True, capture_output=True, timeout=240)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*launch, "-m", "tests.team", str(tmp_path)], check=True, capture_output=True, timeout=600)
     told = {(tmp_path / f"process-{number}.txt").read_text() for number in range(2)}
     assert len(told) == 1  # the same weights
     assert told.pop().startswith("2 24 ")  # two processes, all answers

@@ -34,7 +34,7 @@ class Service:
 
     def __init__(self, source: Source, settings: Settings) -> None:
         self.settings = settings
-        self.state = "loading"
+        self._state, self._ending = "loading", ""  # a thread for each: neither undoes what the other says
         self.error: BaseException | None = None  # from loading the model
         self._source = source
         self._decoder: Decoder | None = None
@@ -67,23 +67,22 @@ class Service:
             self._worker = Worker(decoder, self._metrics, self.settings.max_texts, self.settings.max_queue)
             self._metrics.follow(self._worker)
             self._worker.start()
-            if self.state == "loading":
-                self.state = "ready"
+            self._state = "ready"
         except BaseException as error:
-            self.error, self.state = error, "failed"
+            self.error, self._state = error, "failed"
             log.error("the model could not be loaded: %s", error)
         self.on_ready()
 
     async def close(self) -> None:
         """Stop everything. Running sequences end with an error."""
-        self.state = "stopped"
+        self._ending = "stopped"
         await asyncio.to_thread(self._loading.join)
         await asyncio.to_thread(self.abort)
         self._threads.shutdown()
 
     def drain(self) -> None:
         """Refuse new requests; open ones go on."""
-        self.state = "draining"
+        self._ending = "draining"
         if self._worker is not None:
             self._worker.drain()
 
@@ -91,6 +90,11 @@ class Service:
         """End all sequences with an error."""
         if self._worker is not None:
             self._worker.stop()
+
+    @property
+    def state(self) -> str:
+        """Loading, ready or failed; draining or stopped once the server is to end."""
+        return self._ending or self._state
 
     @property
     def open(self) -> int:
