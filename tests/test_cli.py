@@ -30,6 +30,7 @@ from outpace.methods import ON_CPU, make
 from outpace.models import bundled
 from outpace.runtime import calibrate
 from outpace.training import run as training_run
+from outpace.training.data import read_answers
 from outpace.training.trainer import Trainer
 
 KEYS = [
@@ -295,6 +296,7 @@ class TestRefusals:
     def test_tokenizer_without_chat_template(self, no_template: Path) -> None:
         assert_refused(generate(no_template, "--max-new-tokens", 2), "no chat template", "--raw")
         assert generate(no_template, "--max-new-tokens", 2, "--raw").exit_code == 0
+        assert_refused(outpace("chat", "--model", no_template, stdin="hi"), "no chat template", "generate --raw")
 
 
 class TestRace:
@@ -498,6 +500,16 @@ def train(folder: Path, out: Path, *options: object, kinds: tuple[str, ...] = ("
     size = ("--updates", 2, "--tokens", 64, "--held-out", 2, "--batch", 3, "--new-tokens", 12)
     files = ("--model", folder, "--prompts", out.parent / "prompts.jsonl", "--out", out)
     return outpace("train", *kinds, *files, *size, *options)
+
+
+def test_a_model_without_a_chat_template_is_trained_on_prompts_as_they_are(no_template: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"hello {number}"}) for number in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    result = train(no_template, tmp_path / "heads", "--more", 2, kinds=("medusa",))
+    assert result.exit_code == 0, result.output
+    assert f"--method medusa --set heads={tmp_path / 'heads' / 'medusa'}\n" in result.stderr
+    texts = read_answers(tmp_path / "heads" / "answers" / "held-out")
+    assert {text.prompt for text in texts} == {len("hello 0")}  # no brackets
 
 
 @pytest.mark.parametrize("kind", ["medusa", "amphista"])

@@ -125,7 +125,7 @@ def test_what_is_known_without_torch_is_what_there_is() -> None:
 
 def test_warnings_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def warn(*_: object, **__: object) -> None:
-        warnings.warn("so much", OutpaceWarning, stacklevel=1)
+        warnings.warn("so much\nframe #0: and more", OutpaceWarning, stacklevel=1)
         raise InputError("enough")
 
     monkeypatch.setattr(cli.writing, "load_decoder", warn)

@@ -57,8 +57,8 @@ class _Group(TyperGroup):
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    """A warning as one line, without its place in our source."""
-    typer.echo(f"outpace: warning: {message}", err=True)
+    """A warning as one line, without its place in our source. Some of torch's go on with a trace of its C++ code."""
+    typer.echo(f"outpace: warning: {str(message).splitlines()[0]}", err=True)
 
 
 app = typer.Typer(

@@ -49,7 +49,7 @@ def load_both(
 
 
 def models(as_json: options.Json = False) -> None:
-    """List the embedded models."""
+    """List the embedded models: those that Outpace downloads itself, by name."""
     from ..models import bundled
 
     found = []

@@ -215,6 +215,7 @@ def calibrate(
     from ..bench.calibration import look
     from ..board import console_for_output
     from ..chart import check_plot, print_costs, print_look, progress_bar, save_calibration
+    from ..models.loading import usual_weights
     from ..runtime.calibrate import folder as costs_folder
 
     check_plot(plot)
@@ -232,3 +233,9 @@ def calibrate(
     print_costs(console, curve, decoder)
     print_look(console, seen)
     typer.echo(f"saved in {path}", err=True)
+    if weights is None and usual_weights(model, dtype, device, runtime):
+        typer.echo(
+            "measured in float32, as race and bench load this model; for generate, chat and serve: "
+            "outpace calibrate --weights packed",
+            err=True,
+        )

@@ -44,7 +44,7 @@ Weights = Annotated[
     typer.Option(
         metavar="packed|q8|q4|float32",
         help="On a CPU: quantized as in the GGUF file, or to 8 or 4 bits at load. Default: packed for *.gguf, and for "
-        "decoding with an embedded model.",
+        "embedded models in generate, chat and serve.",
         show_default=False,
     ),
 ]
@@ -73,6 +73,9 @@ def method_names() -> list[str]:
     """The names of all methods, read from their source files: importing them would import torch, which is slow."""
     files = (Path(__file__).parent.parent / "methods").glob("*.py")
     return sorted(name for file in files for name in _NAME.findall(file.read_text(encoding="utf-8")))
+
+
+METHODS = ", ".join(method_names())
 
 
 def check(

@@ -41,7 +41,7 @@ def race(
         str, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
     ] = PROMPT_FOR_RACE,
     model: options.Model = options.DEFAULT_MODEL,
-    methods: Annotated[str, typer.Option(help="Comma-separated names. Speeds are relative to the first.")] = (
+    methods: Annotated[str, typer.Option(help=f"Some of {options.METHODS}. Speeds are relative to the first.")] = (
         "autoregressive,jacobi,prompt-lookup,lookahead,auto"
     ),
     settings: Annotated[

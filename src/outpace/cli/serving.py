@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError, OutpaceError
+from ..errors import InputError, ModelError, OutpaceError
 from . import options
 from .loading import load_decoder
 from .settings import choose_method
@@ -110,7 +110,7 @@ def serve(
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
-    method: Annotated[str, typer.Option(help="The drafting method.")] = "auto",
+    method: Annotated[str, typer.Option(help=f"The drafting method: {options.METHODS}.")] = "auto",
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
     ] = [],  # noqa: B006
@@ -132,6 +132,8 @@ def chat(
     chosen, given = choose_method(method, settings, device)
     decoder = load_decoder(model, dtype, device, runtime, exact, weights, usual=True)
     decoder.method = decoder.prepare(chosen, **given)
+    if not getattr(decoder.tokenizer, "chat_template", None):
+        raise ModelError(f"{model} has no chat template, so it cannot chat. Use `outpace generate --raw` instead.")
     begin = [{"role": "system", "content": system}] if system else []
     messages = [*begin]
     for said in _lines():

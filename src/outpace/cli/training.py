@@ -76,7 +76,7 @@ def train(
     answer_minutes: Annotated[
         float, typer.Option(help="Stop generating answers after this many minutes; 0: answer everything.")
     ] = 0.0,
-    seed: options.Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the answers, the generated prompts and the training.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a training that was stopped.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite finished heads in --out.")] = False,
     plot: Annotated[

@@ -36,7 +36,7 @@ def generate(
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
     model: options.Model = options.DEFAULT_MODEL,
     method: Annotated[
-        str | None, typer.Option(help="The drafting method. Default: auto, which adapts itself.", show_default=False)
+        str | None, typer.Option(help=f"The drafting method: {options.METHODS}. Default: auto.", show_default=False)
     ] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")

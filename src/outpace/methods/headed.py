@@ -152,7 +152,7 @@ class Headed(Method):
             return own
         raise ModelError(
             f"{self.name}: there are no trained heads for {model.name}. Train some with `outpace train {self.kind} "
-            f"--model MODEL --prompts FILE --out FOLDER`, and give them: --set heads=FOLDER.{hint()}"
+            f"--model MODEL --prompts FILE --out FOLDER`, and give them: --set heads=FOLDER/{self.kind}.{hint()}"
         )
 
     @property

@@ -205,9 +205,10 @@ def fitting_batch(model: Any) -> int:
 
 
 def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The token ids of many prompts, as from `Decoder.encode`."""
+    """The token ids of many prompts, as from `Decoder.encode`; without a chat template, of the texts as they are."""
     if not getattr(decoder.tokenizer, "chat_template", None):
-        return [decoder.encode(prompt) for prompt in prompts]
+        said = [[prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt] for prompt in prompts]
+        return [decoder.encode("\n\n".join(turns), raw=True) for turns in said]
     talks = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
     found: list[list[int]] = decoder.tokenizer.apply_chat_template(talks, add_generation_prompt=True, return_dict=False)
     return found
