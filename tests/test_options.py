@@ -39,6 +39,19 @@ def test_mistakes_are_found_before_a_model_is_loaded(options: Any, words: str) -
         outpace.load("there/is-none", **options)
 
 
+def test_a_method_is_no_tokenizer_and_a_number_no_processor() -> None:
+    with pytest.raises(InputError, match=r"tokenizer='lookahead' is not a tokenizer.*method="):
+        outpace.load("there/is-none", "lookahead")
+    with pytest.raises(InputError, match=r"tokenizer='lookahead' is not a tokenizer.*method="):
+        Decoder(tiny("Llama"), "lookahead")
+    for wrong in ([3], lambda ids, scores: scores):
+        with pytest.raises(InputError, match=r"processors=.* must be a list of functions"):
+            Sampling(processors=wrong)  # type: ignore[arg-type]
+    silent = Sampling(processors=[lambda ids, scores: None])  # type: ignore[arg-type, list-item, return-value]
+    with pytest.raises(InputError, match="must return the scores"):
+        Decoder(tiny("Llama"), method="autoregressive").generate(PROMPT, sampling=silent)
+
+
 def test_a_decoder_says_what_it_is(chatty: Decoder) -> None:
     shown = repr(chatty)
     assert shown.startswith("<Decoder of ")
@@ -72,6 +85,7 @@ def test_fields_of_sampling_may_be_given_alone() -> None:
         ({"window": 5}, r"setting of a method.*outpace\.\w+\(window=…\)"),
         ({"method": "lookahead", "window": 5}, r"outpace\.Lookahead\(window=…\)"),
         ({"max_new_tokens": "5"}, "max_new_tokens='5' must be"),
+        ({"prediction": 5}, "prediction=5 must be a string"),
         ({"grammar": "a+"}, r"grammar='a\+' must be an outpace\.Grammar"),
         ({"temperature": 0.5, "sampling": Sampling()}, r"outpace.Sampling\(temperature=…\)"),
     ],

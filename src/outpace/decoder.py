@@ -213,6 +213,7 @@ class Decoder:
             raise InputError(
                 f"{type(model).__name__} is not a model: give a loaded transformers model, or use outpace.load."
             )
+        check_tokenizer(tokenizer)
         self._given = model = base_of(model)
         self._runtime = partial(engine_for, runtime=runtime, exact=exact, memory=memory)
         self._take_model()
@@ -411,6 +412,8 @@ class Decoder:
             constraint = self.constraint(grammar, len(tokens)) if isinstance(grammar, Grammar) else grammar
             how = replace(how, processors=(*how.processors, constraint))
             hints.append(constraint)
+        if prediction is not None and not hasattr(prediction, "__len__"):
+            raise InputError(f"prediction={prediction!r:.60} must be a string or a list of token ids.")
         if prediction is not None and len(prediction):
             hints.append(Prediction(self.encode(prediction, raw=True), len(tokens)))
         extras = Extras(logprobs, tuple(hints), salt)
@@ -683,6 +686,7 @@ def load(
     `memory` is the share of a GPU's free memory for the KV cache.
     """
     check_settings(method, settings)
+    check_tokenizer(tokenizer)
     if isinstance(model, str | PathLike):
         loaded = load_model(str(model), dtype, device, weights or usual_weights(str(model), dtype, device, runtime))
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
@@ -691,6 +695,12 @@ def load(
             "dtype, device and weights are for models loaded by name; use model.to(...) on a loaded model."
         )
     return Decoder(model, tokenizer, method, runtime=runtime, exact=exact, memory=memory, **settings)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise InputError for what is no tokenizer, such as the name of a method in its place."""
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise InputError(f"tokenizer={tokenizer!r:.60} is not a tokenizer. Pass a method by name: method=….")
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:

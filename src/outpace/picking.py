@@ -62,6 +62,9 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             if not (isinstance(token, int) and isinstance(bias, (int, float)) and bias < math.inf):
                 raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below +inf.")
+        given = self.processors
+        if not (isinstance(given, Sequence) and all(callable(item) for item in given)):
+            raise InputError(f"processors={given!r:.60} must be a list of functions of token ids and scores.")
 
     @property
     def lossless(self) -> bool:
@@ -179,7 +182,10 @@ class Picker:
                 ids = torch.tensor([list(prefix)], device=scores.device)
                 with torch.no_grad():  # as in transformers: some run a model
                     for processor in setting.processors:
-                        scores = processor(ids, scores[None])[0]
+                        found = processor(ids, scores[None])
+                        if not isinstance(found, torch.Tensor):
+                            raise InputError(f"the logits processor {processor!r:.60} must return the scores.")
+                        scores = found[0]
         if self.greedy:
             return scores
         best = scores.max()
