@@ -167,7 +167,7 @@ class AdaDecode(Method):
             warnings.warn(
                 f"{self.name}: these exits are {speed} times as fast here, "
                 "so they are not used. Train better exits, or measure costs with `outpace calibrate`; "
-                "control='fixed' uses them all the same.",
+                "control='fixed' (--set control=fixed) uses them all the same.",
                 OutpaceWarning,
                 stacklevel=2,
             )

@@ -215,7 +215,7 @@ class _Drafter(Drafter):
             warnings.warn(
                 f"{method.name}: with these heads {engine.model.name} was measured to be {pace:.2f} times as fast as "
                 "plain decoding here, so they are not used; drafts come from lookups in the text only. "
-                "priced=False uses them all the same.",
+                "priced=False (--set priced=false) uses them all the same.",
                 OutpaceWarning,
                 stacklevel=2,
             )
