@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from outpace import CostCurve
 from outpace.methods import auto
-from outpace.runtime import calibrate, fixed, program
+from outpace.runtime import calibrate, fixed, steps
 
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("not slow", settings.get_profile("all"), max_examples=40)
@@ -145,7 +145,7 @@ def _no_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "folder", lambda: folder)
         patch.setattr(auto, "glance", lambda engine: _GLANCE)
-        patch.setattr(program._Whole, "_timed", lambda step: 20.0)
+        patch.setattr(steps.Whole, "_timed", lambda step: 20.0)
         patch.setattr(fixed.Clock, "ms", lambda clock: 20.0)
         yield
 
