@@ -16,7 +16,17 @@ import typer
 from .. import __version__
 from . import options
 
-PACKAGES = ("torch", "transformers", "triton", "safetensors", "peft", "llguidance", "fastapi", "matplotlib")
+PACKAGES = {
+    "torch": "",
+    "transformers": "",
+    "safetensors": "",
+    "triton": "needed on a GPU",
+    "peft": "needed for LoRA adapters",
+    "llguidance": "needed for grammars and the server",
+    "fastapi": "needed for the server",
+    "matplotlib": "needed for plots",
+}
+"""What `doctor` lists, and what each is for."""
 
 
 def doctor(as_json: options.Json = False) -> None:
@@ -66,7 +76,7 @@ def examine() -> dict[str, Any]:
         "cpu": f"{cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}",
         "gpu": ", ".join(gpus) or "none that torch can use",
         "compiler": compiler or "none",
-        **{name: _version(name) for name in PACKAGES},
+        **{name: _shown(name) for name in PACKAGES},
         "runtime": runtime,
         "dtype": "bfloat16" if cuda else "float32",
         "embedded model": "ready" if bundled.is_ready(options.DEFAULT_MODEL) else "downloaded at first use",
@@ -86,6 +96,11 @@ def _runtime(cuda: bool, capability: tuple[int, int]) -> tuple[str, list[str]]:
     if _version("triton") == "missing":
         return "plain", ["triton is missing: CUDA graphs need it (pip install triton)."]
     return "graphs", []
+
+
+def _shown(package: str) -> str:
+    found = _version(package)
+    return f"{found} ({PACKAGES[package]})" if found == "missing" else found
 
 
 def _version(package: str) -> str:
