@@ -16,11 +16,13 @@ import torch
 from outpace import InputError, ModelError, OutpaceWarning, cli
 from outpace.chart import _Lines
 from outpace.cli import options
+from outpace.cli.prompts import read_entries
 from outpace.files import write_whole
 from outpace.heads.storing import read_config
 from outpace.methods import METHODS
 from outpace.models import loading
 from outpace.runtime.choose import RUNTIMES
+from outpace.training.data import read_prompts
 
 from .test_cli import assert_refused, folder, outpace
 
@@ -73,6 +75,7 @@ def test_all_turns_are_answered_and_other_fields_come_along(folder: Path, tmp_pa
     ("line", "word"),
     [
         ("[1]", "not a JSON object"),
+        ("Why?", "ends in .txt"),
         ('{"text": "a"}', "has no prompt"),
         ('{"turns": []}', "has no prompt"),
         ('{"messages": [{"role": "user"}]}', "role and content"),
@@ -82,6 +85,13 @@ def test_all_turns_are_answered_and_other_fields_come_along(folder: Path, tmp_pa
 def test_a_line_that_cannot_be_read_is_named(folder: Path, tmp_path: Path, line: str, word: str) -> None:
     (tmp_path / "p.jsonl").write_text(f'{{"prompt": "fine"}}\n{line}\n')
     assert_refused(ask(folder, "--prompts", tmp_path / "p.jsonl"), "line 2", word)
+
+
+@pytest.mark.parametrize("read", [lambda path: read_entries(path, "", False)[0].turns[0], lambda p: read_prompts(p)[0]])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path, read: Any) -> None:
+    for name, line in (("p.jsonl", '{"prompt": "fine"}'), ("p.txt", "fine")):
+        (tmp_path / name).write_text(f"{line}\r\n", encoding="utf-8-sig")
+        assert read(tmp_path / name) == "fine"
 
 
 def test_turns_need_the_template(folder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from ..errors import InputError
 from ..files import reason
 
 FIELDS = ("prompt", "question", "instruction")
+CODE = "utf-8-sig"  # some editors begin a file with a byte order mark
+PLAIN = "Plain prompts, one per line, need a file that ends in .txt."
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Entry:
 def read_entries(path: Path, system: str, raw: bool) -> list[Entry]:
     """The prompts of JSON lines (`prompt`, `question`, `instruction`, `turns`, `messages`), or of plain lines."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding=CODE) if path.suffix == ".gz" else path.open(encoding=CODE) as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeError, EOFError) as error:
         raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
@@ -42,7 +44,7 @@ def read_entries(path: Path, system: str, raw: bool) -> list[Entry]:
         begins = bool(entry.before) and entry.before[0]["role"] == "system"
         entries.append(entry if begins else Entry(entry.turns, [*first, *entry.before], entry.fields, entry.plain))
     if not entries:
-        raise InputError(f"{path} has no prompts. Give one JSON object with a prompt per line.")
+        raise InputError(f"{path} has no prompts. Give one per line.")
     return entries
 
 
@@ -52,7 +54,7 @@ def _entry(where: str, line: str) -> Entry:
         if not isinstance(found, dict):
             raise ValueError
     except ValueError:
-        raise InputError(f"{where}: {line[:60]!r} is not a JSON object.") from None
+        raise InputError(f"{where}: {line[:60]!r} is not a JSON object. {PLAIN}") from None
     if "messages" in found:
         messages = found.pop("messages")
         if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):

@@ -32,6 +32,7 @@ GREEDY = 0.5  # of the answers; the others have a temperature of WARM
 WARM = (0.3, 1.1)
 HELD_OUT = ("held-out", "held-out-more")  # folders: answers to prompts as given, and to those made of them
 FIELDS = ("prompt", "question", "instruction")
+CODE = "utf-8-sig"  # some editors begin a file with a byte order mark
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class Text:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file of JSON lines (`prompt`, `question`, `instruction` or `turns`), or of plain lines."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding=CODE) if path.suffix == ".gz" else path.open(encoding=CODE) as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeError, EOFError) as error:
         raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
     plain = ".txt" in path.suffixes
     prompts = [line if plain else _prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise InputError(f"{path} has no prompts. Give one JSON object with a prompt per line.")
+        raise InputError(f"{path} has no prompts. Give one per line.")
     return prompts
 
 
@@ -64,7 +65,8 @@ def _prompt(path: Path, number: int, line: str) -> str:
         found = None
     if not isinstance(found, str) or not found.strip():
         raise InputError(
-            f"{path}, line {number}: {line[:60]!r} is not a JSON object with {', '.join(FIELDS)} or turns."
+            f"{path}, line {number}: {line[:60]!r} is not a JSON object with {', '.join(FIELDS)} or turns. Plain "
+            "prompts, one per line, need a file that ends in .txt."
         )
     return found
 
