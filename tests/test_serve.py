@@ -558,9 +558,9 @@ class TestFaults:
 
 @pytest.fixture
 def _many_files() -> Iterator[None]:
-    """As many open files as the system allows: a shell's limit is often 1,024, and both ends are here."""
+    """A shell's limit of open files is often 1,024, and both ends of a thousand connections are here."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(before, 4096), most), most))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
