@@ -126,6 +126,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(folder: Path) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     late = Timer(LONG, process.kill)
+    late.daemon = True
     late.start()
     process.stdin.write(b"hello\n")
     process.stdin.flush()
