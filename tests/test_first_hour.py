@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import InputError, ModelError, OutpaceWarning, cli
+from outpace import InputError, ModelError, OutpaceWarning, Result, cli
+from outpace.board import numbers
 from outpace.chart import _Lines
 from outpace.cli import options
 from outpace.cli.prompts import read_entries
@@ -92,6 +93,18 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path, read: 
     for name, line in (("p.jsonl", '{"prompt": "fine"}'), ("p.txt", "fine")):
         (tmp_path / name).write_text(f"{line}\r\n", encoding="utf-8-sig")
         assert read(tmp_path / name) == "fine"
+
+
+def test_the_line_below_the_output_says_what_is_lossy(folder: Path) -> None:
+    assert "lossy" not in ask(folder, "hello", "--temperature", 0.8).stderr
+    assert "; lossy" in ask(folder, "hello", "--temperature", 0.8, "--rule", "typical").stderr
+
+
+def test_the_line_below_the_output_says_where_lookahead_was_lookup() -> None:
+    run = Result("lookahead", True, 4, seconds_to_first_token=0.1)
+    run.offered = {"history": 3}
+    assert run.remark
+    assert numbers(run, apart=True).endswith(f"; {run.remark}")
 
 
 def test_turns_need_the_template(folder: Path, tmp_path: Path) -> None:

@@ -26,11 +26,13 @@ from .trace import settings_of
 
 
 def numbers(run: Result, apart: bool = False) -> str:
-    """A run in one line; with `apart`, its speed excludes the time to the first token."""
+    """A run in one line; with `apart`, its speed excludes the time to the first token, and it has all remarks."""
     counts = f"{run.new_tokens} tokens, {run.steps} steps, {run.tokens_per_step:.2f} tokens per step, "
     if not apart or run.seconds_to_first_token is None:
         return f"{counts}{run.tokens_per_second:.1f} tokens/s"
-    return f"{counts}{run.decoding_tokens_per_second:.1f} tokens/s, the first after {run.seconds_to_first_token:.1f} s"
+    speed = f"{run.decoding_tokens_per_second:.1f} tokens/s, the first after {run.seconds_to_first_token:.1f} s"
+    remarks = [*([run.remark] if run.remark else []), *([] if run.lossless else ["lossy: the text may differ"])]
+    return f"{counts}{speed}{''.join(f'; {remark}' for remark in remarks)}"
 
 
 def forecast(run: Result) -> str:
