@@ -483,17 +483,23 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
     engine = Engine(model)
     engine.pool = Pool(model.device, capacity=16)
     model.ends()  # refuses a model that does not support exits
-    with engine.pool.sequence(text[:1]) as sequence:
-        stairs = Staircase(engine, sequence, len(text))
-        for place, token in enumerate(text):
-            stairs.push(token)
-            alone(stairs.climb(exits[-1 - place % len(exits)]))
-        apart = alone(stairs.finish()).logits
+    refusal = UnsupportedModel(
+        f"{model.name} cannot run some of its layers only, so they cannot be deferred. Use another method."
+    )
+    try:
+        with engine.pool.sequence(text[:1]) as sequence:
+            stairs = Staircase(engine, sequence, len(text))
+            for place, token in enumerate(text):
+                stairs.push(token)
+                alone(stairs.climb(exits[-1 - place % len(exits)]))
+            apart = alone(stairs.finish()).logits
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:  # a layer misses another
+        raise refusal from error
     with engine.pool.sequence(text[:1]) as sequence:
         together = engine.score(sequence, chain(text[0], text[1:], "")).logits
     spread_ = (together.float() - together.float().mean(-1, keepdim=True)).norm()
     if not (apart.float() - together.float()).norm() < 0.05 * spread_:  # also when it is NaN
-        raise UnsupportedModel(
-            f"{model.name} cannot run some of its layers only, so they cannot be deferred. Use another method."
-        )
+        raise refusal
     _checked[model].add(exits)

@@ -39,6 +39,8 @@ ATTENTION = "outpace"  # the name under which `attend` is registered with transf
 CHUNK = 512
 STEADY = 256  # rows at a time outside of layers, in exact mode on a GPU
 ROUNDING = 1e-3  # relative differences of logits below this count as rounding
+_ELSEWHERE = "transformers' own generate decodes it."
+FARTHEST = 2**16  # tokens of a text for which masks are compared
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 Mask: TypeAlias = "torch.Tensor | SlotLists | Seen"
@@ -65,7 +67,11 @@ class HFModel:
         self.turn = _longrope_threshold(config)  # the position at which all angles change, if there is one
         self.chunk = CHUNK if self.turn is None else self.context
 
-        self._own_attention = bool(getattr(model, "_supports_attention_backend", False))
+        self._takes_positions = _takes_positions(model)
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.branches = self._takes_positions and not _counts_slots(config)
+        # Where rows form a chain, masks are the model's own, for its own attention.
+        self._own_attention = self.branches and bool(getattr(model, "_supports_attention_backend", False))
         self._mirror = _Mirror(ATTENTION if self._own_attention else _dense_attention(model)).of(model)
         self._control = _Control(self.layers)
         self._fusion = Fusion()
@@ -79,14 +85,14 @@ class HFModel:
         self._kinds = set(self._layer_types)
         self._windows = {SLIDING: getattr(config, "sliding_window", None)}
         self._windows[CHUNKED] = getattr(config, "attention_chunk_size", None)
-        self._install_gates()
-        accepted = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in accepted
-        self._takes_logits_to_keep = "logits_to_keep" in accepted
-        self.branches = self._takes_positions and not _counts_slots(config)
+        self._decoder, self._gates = _with_gates(self._mirror, self._layer_types, self._control)
+        for child in self._decoder.children():  # mainly norms
+            if not isinstance(child, nn.ModuleList | nn.Embedding) and any(True for _ in child.parameters()):
+                child.forward = partial(self._control.run_steadily, child.forward)
         self.packs = self.branches and self.turn is None  # LongRoPE's angles depend on all positions of a forward pass
-        self.lists = self._own_attention and self.branches and _takes_lists(model, self._kinds)
+        self.lists = self._own_attention and _takes_lists(model, self._kinds)
         if check:
+            self._check_masks(model)
             if self.packed and self.lists:  # states are rounded to 8 bits, which magnifies any other difference
                 self.compute_exactly()
                 try:
@@ -96,6 +102,7 @@ class HFModel:
                     self._check()
             else:
                 self._check()
+            self._compare(model)
 
     def compile_layers(self) -> None:
         """From now on `forward` accepts `compiled`. Layers of one kind share compiled code."""
@@ -189,7 +196,7 @@ class HFModel:
 
     def ends(self) -> Ends:
         head = self._mirror.get_output_embeddings()
-        return Ends(self._mirror.get_input_embeddings(), self._mirror.get_decoder().get_submodule(self.norm), head)
+        return Ends(self._mirror.get_input_embeddings(), self._decoder.get_submodule(self.norm), head)
 
     @cached_property
     def norm(self) -> str:
@@ -207,7 +214,7 @@ class HFModel:
                 hook.remove()
                 self._stack = stack
         with self._functions():
-            for name, child in self._mirror.get_decoder().named_children():
+            for name, child in self._decoder.named_children():
                 if not isinstance(child, nn.ModuleList) and _maps(child, left, read[0]):
                     return str(name)
         raise UnsupportedModel(
@@ -289,10 +296,11 @@ class HFModel:
             left = cast(torch.Tensor, control.hidden)
             if self.kept and start == 0 and control.stop == self.layers:
                 left = torch.cat([left, *(control.behind[layer] for layer in self.kept)], -1)
+            left = _by_rows(left, len(rows))
         finally:
             control.clear()
         scores = result.logits[0]
-        return Output(scores if self._takes_logits_to_keep else scores[asked], left[0])
+        return Output(scores if self._takes_logits_to_keep else scores[asked], left)
 
     def _by_stack(
         self,
@@ -319,35 +327,12 @@ class HFModel:
         """The attention mask [1, 1, rows, slots] by type of layer."""
         masks: dict[str, Mask] = {}
         for kind in self._kinds:
-            sees = rows.sees
             size = self._windows.get(kind)
-            if kind == SLIDING and size:
-                sees = sees & (rows.positions[:, None] - rows.slot_positions < size)
-            elif kind == CHUNKED and size:
-                sees = sees & (rows.positions[:, None] // size == rows.slot_positions // size)
+            sees = rows.sees & _inside(kind, size, rows.positions[:, None], rows.slot_positions) if size else rows.sees
             if not self._own_attention:  # the model's own attention adds the mask to its scores
                 sees = torch.zeros_like(sees, dtype=self.dtype).masked_fill(~sees, torch.finfo(self.dtype).min)
             masks[kind] = sees[None, None]
         return masks
-
-    def _install_gates(self) -> None:
-        decoder = self._mirror.get_decoder()
-        for name, child in decoder.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == self.layers:
-                gates = [
-                    _Gate(layer, index, kind, self._control)
-                    for index, (layer, kind) in enumerate(zip(child, self._layer_types, strict=True))
-                ]
-                decoder._modules[name] = nn.ModuleList(gates)
-                self._gates = gates
-                break
-        else:
-            raise UnsupportedModel(
-                f"{type(self._mirror).__name__} does not keep its {self.layers} layers in a list that Outpace can find."
-            )
-        for child in decoder.children():  # mainly norms
-            if not isinstance(child, nn.ModuleList | nn.Embedding) and any(True for _ in child.parameters()):
-                child.forward = partial(self._control.run_steadily, child.forward)
 
     def _check(self) -> None:
         """Run a small tree, and its tokens one path at a time; refuse the model if the results differ.
@@ -376,7 +361,61 @@ class HFModel:
             raise UnsupportedModel(
                 f"{type(self._mirror).__name__} gives other logits for several tokens at once than one by one "
                 f"(relative difference {error:.2g}; {seen:.2g} by tokens that are masked), so Outpace cannot "
-                "keep its output unchanged."
+                f"keep its output unchanged. {_ELSEWHERE}"
+            )
+
+    def _check_masks(self, model: PreTrainedModel) -> None:
+        """Refuse a model whose decoder has other masks than ours: no layer runs, so a text may be long.
+
+        A window shows nowhere else before a text is as long.
+        """
+        masks: dict[int, Any] = {}
+        probe = _Mirror("eager").of(model)
+        control = _Control(self.layers)
+        control.seen = masks
+        _with_gates(probe, self._layer_types, control)
+        last = min(self.context, FARTHEST) - 1
+        ones = torch.ones(1, last + 1, dtype=torch.long, device=self.device)
+        arguments: dict[str, Any] = {"input_ids": ones[:, :1], "attention_mask": ones, "past_key_values": _Far(last)}
+        if self._takes_positions:
+            arguments["position_ids"] = ones[:, :1] * last
+        try:
+            with torch.inference_mode():
+                probe(**arguments, use_cache=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it needs layers that run: `_check` has the last word
+            return
+        places = torch.arange(last + 1, device=self.device)
+        for layer, kind in enumerate(self._layer_types):
+            mask, size = masks.get(layer), self._windows.get(kind)
+            if not isinstance(mask, torch.Tensor) or mask.shape != (1, 1, 1, last + 1):
+                continue
+            sees = mask[0, 0, 0] if mask.dtype == torch.bool else mask[0, 0, 0] > torch.finfo(mask.dtype).min / 2
+            ours = _inside(kind, size, torch.tensor(last, device=self.device), places)
+            if not torch.equal(sees, ours):
+                raise UnsupportedModel(
+                    f"layer {layer} of {type(model).__name__} sees {int(sees.sum())} of {last + 1} tokens, and "
+                    f"{int(ours.sum())} by what its configuration says of windows. {_ELSEWHERE}"
+                )
+
+    @torch.inference_mode()
+    def _compare(self, model: PreTrainedModel) -> None:
+        """Refuse a model that computes other logits than its mirror: some part is not what we take it for."""
+        text = [token % self.vocabulary for token in (11, 23, 5, 17, 31, 8)]
+        tokens = torch.tensor([text], device=self.device)
+        twin = _Mirror(str(model.config._attn_implementation)).of(model)
+        arguments: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if self._takes_positions:  # as transformers' `generate` has it
+            arguments["position_ids"] = torch.arange(len(text), device=self.device)[None]
+        with self._foreign():
+            expected = twin(**arguments, use_cache=False).logits[0]
+        found = self._logits(text[:1], chain(text[0], text[1:], "check"))
+        error = _disagreement(found, expected)
+        if not error < (0.3 if self.packed or torch.finfo(self.dtype).bits == 16 else ROUNDING):
+            raise UnsupportedModel(
+                f"{type(model).__name__} computes other logits than Outpace with its layers (relative difference "
+                f"{error:.2g}), so its output would change. {_ELSEWHERE}"
             )
 
     def _together(self, text: list[int], left: list[int], right: list[int]) -> torch.Tensor:
@@ -389,20 +428,26 @@ class HFModel:
 
     def _logits(self, text: list[int], draft: Draft, chunk: int | None = None) -> torch.Tensor:
         pool = Pool(self.device, capacity=16)
+        with self._foreign(), pool.sequence(text) as sequence:
+            while chunk and (behind := len(text) - 1 - len(sequence.slots)):
+                count = min(chunk, behind)
+                self.forward(pool, pool.place_text(sequence, count), logits=0)
+            logits = self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
+            keys, values = pool.stored(0) or (logits, logits)
+            self.lists = self.lists and keys.shape == values.shape
+            return logits
+
+    @contextmanager
+    def _foreign(self) -> Iterator[None]:
+        """Errors of a model that is run in a way it was not made for."""
         try:
-            with pool.sequence(text) as sequence:
-                while chunk and (behind := len(text) - 1 - len(sequence.slots)):
-                    count = min(chunk, behind)
-                    self.forward(pool, pool.place_text(sequence, count), logits=0)
-                logits = self.forward(pool, pool.place(sequence, draft), logits=len(draft)).logits
-                keys, values = pool.stored(0) or (logits, logits)
-                self.lists = self.lists and keys.shape == values.shape
-                return logits
-        except torch.OutOfMemoryError:
+            yield
+        except (torch.OutOfMemoryError, UnsupportedModel):
             raise
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except Exception as error:
             kind = type(self._mirror).__name__
-            raise UnsupportedModel(f"{kind} cannot be run row by row ({type(error).__name__}: {error}).") from error
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise UnsupportedModel(f"{kind} cannot be run row by row ({reason}). {_ELSEWHERE}") from error
 
 
 def attend(
@@ -475,6 +520,7 @@ class _Control:
     def __init__(self, layers: int) -> None:
         self.last = layers - 1
         self.kept: tuple[int, ...] = ()  # hidden states after these layers are kept too
+        self.seen: dict[int, Any] | None = None  # the decoder's own masks, by layer
         self.clear()
 
     def clear(self) -> None:
@@ -487,17 +533,18 @@ class _Control:
         self.steady = False
         self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # wanted of each type of layer
 
-    def run_steadily(self, run: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run what is outside of layers; in exact mode padded with zeros to a fixed number of rows.
+    def run_steadily(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run what is outside of layers; in exact mode states are padded with zeros to a fixed number of rows.
 
         The order in which torch sums up a row depends on the number of rows.
         """
-        if not self.steady:
-            return run(states, *args, **kwargs)
+        if not (self.steady and args and torch.is_floating_point(args[0])):
+            return run(*args, **kwargs)
+        states, *others = args
         parts = []
         for part in torch.split(states, STEADY, -2):
             filled = F.pad(part, (0, 0, 0, STEADY - part.shape[-2]))
-            parts.append(run(filled, *args, **kwargs)[..., : part.shape[-2], :])
+            parts.append(run(filled, *others, **kwargs)[..., : part.shape[-2], :])
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
@@ -538,6 +585,9 @@ class _Gate(nn.Module):
             control.angles[self.kind] = cosines[0], sines[0]
         if self.index == 0 and control.hidden is not None:
             hidden = control.hidden  # rows that continue from a middle layer need no embeddings
+        if control.seen is not None:
+            here = self.mask_place
+            control.seen[self.index] = args[here] if len(args) > here else kwargs.get("attention_mask")
         output: Any = (hidden,) if self.returns_tuple else hidden
         if control.start <= self.index < control.stop:
             mask = control.masks.get(self.kind)
@@ -609,6 +659,25 @@ class _PoolCache:
         return [False]  # the pool keeps every position; masks implement sliding windows
 
 
+class _Far:
+    """A cache with so many tokens, none of which is looked at."""
+
+    is_compileable = False
+    is_sliding = (False,)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self.length + 1, 0
+
+
 class _FixedCache(_PoolCache):
     """The same for rows in static buffers: attention gets the whole pool, so nothing here depends on the step."""
 
@@ -616,6 +685,51 @@ class _FixedCache(_PoolCache):
         super().__init__(pool, rows)
         self.seen = pool.capacity + 1
         self.before = 0
+
+
+def _with_gates(mirror: Any, kinds: Sequence[str], control: _Control) -> tuple[nn.Module, list[_Gate]]:
+    """Wrap the layers of a mirror; returns the module that has them, and the gates."""
+    for root in (mirror.get_decoder(), mirror):  # transformers does not find every decoder
+        found = [
+            (module, name, child)
+            for module in root.modules()
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) == len(kinds) and _attends(child[0])
+        ]
+        if found:
+            break
+    else:
+        raise UnsupportedModel(
+            f"{type(mirror).__name__} does not keep its {len(kinds)} layers in a list that Outpace can find, each of "
+            f"which takes an attention_mask and a KV cache. {_ELSEWHERE}"
+        )
+    decoder, name, layers = found[0]
+    gates = [_Gate(layer, index, kind, control) for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True))]
+    decoder._modules[name] = nn.ModuleList(gates)
+    return decoder, gates
+
+
+def _inside(kind: str, size: int | None, positions: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Whether layers of this kind let rows at `positions` see those at `seen`, if they are before."""
+    if kind == SLIDING and size:
+        return positions - seen < size
+    if kind == CHUNKED and size:
+        return positions // size == seen // size
+    return torch.ones_like(seen, dtype=torch.bool)
+
+
+def _attends(layer: nn.Module) -> bool:
+    """Whether a module takes a mask and a KV cache, by whatever name; layers for images do not."""
+    names = inspect.signature(layer.forward).parameters
+    return "attention_mask" in names and any("past" in name or "cache" in name for name in names)
+
+
+def _by_rows(states: torch.Tensor, rows: int) -> torch.Tensor:
+    """Hidden states as [rows, width]. Some models have several per row, in a dimension of their own."""
+    if states.shape[:2] != (1, rows):
+        states = states.movedim(-2, 0)
+        return states.flatten(1)
+    return states[0].flatten(1)
 
 
 @torch.inference_mode()
@@ -632,12 +746,17 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind} has an encoder; Outpace decodes causal (decoder-only) models.")
+    missing = [name for name in ("vocab_size", "num_hidden_layers", "hidden_size") if not hasattr(config, name)]
+    if missing:
+        raise UnsupportedModel(
+            f"{kind} is not one stack of layers: its configuration has no {', '.join(missing)}. {_ELSEWHERE}"
+        )
     foreign = set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING, CHUNKED}
     if getattr(model, "_is_stateful", False) or foreign:
         what = f"layers of type {', '.join(sorted(foreign))}" if foreign else "recurrent layers"
         raise UnsupportedModel(
-            f"{kind} has {what}, whose state cannot be rolled back when a draft token is rejected. "
-            "Outpace needs a model with attention in every layer."
+            f"{kind} has {what}. Outpace needs a model whose layers keep keys and values of every token, and nothing "
+            f"else: other states cannot be rolled back when a draft token is rejected. {_ELSEWHERE}"
         )
     if any("_hf_hook" in vars(module) for module in model.modules()):
         raise UnsupportedModel(
@@ -646,6 +765,14 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{kind} has no output head; load the model with AutoModelForCausalLM.")
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether `position_ids` reach the decoder, perhaps among the keywords that a wrapper passes on."""
+    accepted = inspect.signature(model.forward).parameters
+    passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    inner = inspect.signature(model.get_decoder().forward).parameters
+    return "position_ids" in accepted or (passes_on and "position_ids" in inner)
 
 
 def _takes_lists(model: PreTrainedModel, kinds: set[str]) -> bool:

@@ -1,0 +1,68 @@
+"""Every causal language model of transformers decodes transformers' own text, or is refused at load."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import Autoregressive, Decoder, Jacobi, Lookahead, PromptLookup
+from outpace.errors import OutpaceWarning, UnsupportedModel
+
+from .conftest import mostly_slow
+from .zoo import NAMES, build_any
+
+NEW = 16
+_DRAW = random.Random(3)
+_PART = _DRAW.choices(range(2, 80), k=7)
+PROMPTS = [[*_PART, *_PART, *_DRAW.choices(range(2, 80), k=5), *_PART[:3]], _DRAW.choices(range(2, 80), k=9), [5]]
+# Layers that share keys and values, or pass on several states per row; decoders that transformers does not find; keys
+# and values of different sizes; no windows where the configuration has one; recurrent states; several codebooks.
+QUICK = (
+    "gemma4_text",
+    "gemma3n_text",
+    "llama4_text",
+    "modernbert-decoder",
+    "deepseek_v3",
+    "moshi",
+    "jamba",
+    "musicgen",
+)
+
+
+def generated(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, QUICK))
+def test_the_text_is_transformers_own_or_the_model_is_refused(name: str) -> None:
+    try:
+        model = build_any(name)
+    except (ImportError, ValueError) as error:
+        pytest.skip(f"no tiny model: {error}")
+    warnings.simplefilter("ignore", OutpaceWarning)
+    refusal = ""
+    try:
+        decoder = Decoder(model)
+    except UnsupportedModel as error:
+        refusal = str(error)
+    if refusal:
+        assert refusal.endswith("transformers' own generate decodes it.")
+        return
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    trees = [Lookahead(window=4, ngram=3), PromptLookup()] if decoder.model.branches else [PromptLookup(tree=False)]
+    for method in (Autoregressive(), decoder.method, Jacobi(), *trees):
+        assert [decoder.generate(prompt, method=method, max_new_tokens=NEW).token_ids for prompt in PROMPTS] == expected
+    found = decoder.generate(PROMPTS, max_new_tokens=NEW)
+    assert [result.token_ids for result in found] == expected
+
+
+def test_an_encoder_is_refused() -> None:
+    """Its tokens see those that follow."""
+    with pytest.raises(UnsupportedModel, match="other logits"):
+        Decoder(build_any("bert", {"is_decoder": False}))
