@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Path = tuple[int, ...]
-TRUST = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.5, 6: 0.15, 8: 0.15, 12: 0.3, 16: 0.75}  # by the least length of a match
+LEAST = (1, 2, 3, 4, 6, 8, 12, 16)  # lengths of matches that are believed one after the other
 RUNNERS = (0.05, 0.03, 0.03, 0.02, 0.02, 0.015, 0.015)  # by rank, from the second on
 DEEPER = 2.0**-12  # taken off the logarithm of a chance for each token of depth, where nodes are ranked
 
@@ -69,14 +69,16 @@ def _paths(follows: Sequence[tuple[int, Path]], longest: int, floor: float) -> d
 def _next_chance(follows: Sequence[tuple[int, Path]], path: Path, longest: int) -> float:
     """The chance of the last token of a path behind the others. Longer matches are believed first."""
     before = len(path) - 1
-    # Of places that have followed the path: how long their match has grown, and whether they go on as it does.
-    votes = [(length + before, way[: before + 1] == path) for length, way in follows if way[:before] == path[:-1]]
+    # Of places that have followed the path: how long their match has grown, and how they go on.
+    votes = [(length + before, way[before : before + 1]) for length, way in follows if way[:before] == path[:-1]]
     chance, belief = 0.0, 1.0
-    for least, trust in reversed(TRUST.items()):
-        heard = [agrees for length, agrees in votes if length >= least]
+    for least in reversed(LEAST):
+        heard = [token for length, token in votes if length >= least]
         if heard and least <= longest:
-            chance += belief * trust * sum(heard) / len(heard)
-            belief *= 1 - trust
+            ways = len(set(heard))
+            doubt = min(1.0, 0.7 * 0.75 ** (len(heard) - ways) * 1.25 ** (ways - 1))
+            chance += belief * (1 - doubt) * heard.count(path[-1:]) / len(heard)
+            belief *= doubt
     return chance
 
 

@@ -28,9 +28,9 @@ from ..pool import Sequence
 from ..runtime.costs import Prices
 from ..runtime.plain import Engine
 from ..sources.base import Plan, Source
-from ..sources.history import PLACES, TRUST
+from ..sources.history import PLACES
 from ..sources.history import History as Repeated
-from ..sources.window import Settings, Window
+from ..sources.window import TRUST, Settings, Window
 from .base import Drafter, Method, Size, prices_of
 from .ngrams import History, NgramPool
 

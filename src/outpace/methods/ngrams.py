@@ -16,7 +16,7 @@ import torch
 from ..draft import Tree
 from ..picking import likeliest
 from ..runtime.costs import Prices
-from ..sources.history import BETWEEN, STORED, TRUST
+from ..sources.history import BETWEEN, STORED, doubt_of
 from ..sources.recycle import NAMES, RUNNERS
 from .beliefs import Beliefs
 
@@ -62,9 +62,9 @@ class History:
     """The successors of each n-gram of `shortest` to `longest` tokens in a growing sequence; BETWEEN separates several.
 
     >>> history = History(longest=2)
-    >>> history.extend([1, 2, 3, 1, 2, 4, 1, 2])
+    >>> history.extend([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2])
     >>> {token: round(chance, 2) for token, chance in history.chances([1, 2]).items()}
-    {3: 0.14, 4: 0.14}
+    {3: 0.38, 4: 0.19}
     """
 
     def __init__(self, longest: int, shortest: int = 1) -> None:
@@ -108,11 +108,12 @@ class History:
         for length in range(min(self._longest, len(end)), self._shortest - 1, -1):
             counts = self._next.get(end[-length:])
             if counts:
-                trust = TRUST[min(length, len(TRUST)) - 1]
-                share = belief * trust / sum(counts.values())
+                total = sum(counts.values())
+                doubt = doubt_of(total, len(counts))
+                share = belief * (1 - doubt) / total
                 for token, count in counts.items():
                     chances[token] = chances.get(token, 0.0) + share * count
-                belief *= 1 - trust
+                belief *= doubt
         return chances
 
     def grow(

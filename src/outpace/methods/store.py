@@ -11,7 +11,7 @@ import torch
 
 from ..models.adapter import Model
 from ..sending import send
-from ..sources.history import BETWEEN, TRUST
+from ..sources.history import BETWEEN
 from .ngrams import History
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .prompt_lookup import PromptLookup
 
 MOST = 2**20  # tokens
+LONGEST = 4  # tokens of a match, where the host drafts
 
 
 class Earlier:
@@ -31,7 +32,7 @@ class Earlier:
         """Append a finished sequence, and drop the oldest tokens."""
         new = [*text, BETWEEN][-len(self.tokens) :]
         if "runs" in vars(self):
-            self.runs.forget(self.tokens[: len(new) + len(TRUST)].tolist(), len(new))
+            self.runs.forget(self.tokens[: len(new) + LONGEST].tolist(), len(new))
             self.runs.extend(new)
         with torch.inference_mode():
             self.tokens.copy_(torch.cat([self.tokens[len(new) :], send(new, self.tokens.device)]))
@@ -39,7 +40,7 @@ class Earlier:
     @cached_property
     def runs(self) -> History:
         """The store as a table of n-grams, for drafting on the host. Keys of a single token are too weak."""
-        runs = History(len(TRUST), shortest=2)
+        runs = History(LONGEST, shortest=2)
         runs.extend(self.tokens.tolist())
         return runs
 

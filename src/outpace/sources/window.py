@@ -28,9 +28,10 @@ from ..step.nodes import NEVER, Nodes, Rows, chains, mix
 from ..step.texts import Texts
 from ..step.walking import Walk
 from .base import Source
-from .history import TRUST
 from .ngrams import NONE, Ngrams
 
+# The probability of an n-gram whose key has 1, 2, 3, 4 or more tokens.
+TRUST = (0.1, 0.2, 0.3, 0.5)
 OLDER, DEEPER = 0.9, 0.7  # probability of each older n-gram, and of each deeper token, relative to the one before
 
 

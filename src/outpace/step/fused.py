@@ -268,7 +268,7 @@ def history(
     places: int,
     depth: int,
     least: torch.Tensor,
-    trust: torch.Tensor,
+    doubts: tuple[float, float, float],
     floor: float,
     source: int,
     store: torch.Tensor | None = None,
@@ -293,9 +293,10 @@ def history(
         num_warps=4,
     )
     kernels.history[(lanes,)](
-        *(searched, searched.stride(0), span, texts.lengths, scores, found, least, trust, floor),
+        *(searched, searched.stride(0), span, texts.lengths, scores, found, least, floor),
         *(tokens, chances, paths, nodes),
         CLASSES=len(least),
+        **dict(zip(("DOUBT", "AGAIN", "OTHER"), map(math.log2, doubts), strict=True)),
         FOUND=_power(found),
         PLACES=places,
         WIDTH=_power(places),

@@ -422,15 +422,15 @@ def matches(
 
 @triton.jit(do_not_specialize=LANES_VARY)
 def history(
-    searched, searched_line, span, lengths, scores, found, leasts, trusts, floor, tokens, chances, paths, nodes,
-    CLASSES: tl.constexpr, FOUND: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, DEPTHS: tl.constexpr, OWN: tl.constexpr,
+    searched, searched_line, span, lengths, scores, found, leasts, floor, tokens, chances, paths, nodes,
+    CLASSES: tl.constexpr, DOUBT: tl.constexpr, AGAIN: tl.constexpr, OTHER: tl.constexpr, FOUND: tl.constexpr,
+    PLACES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, DEPTHS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """One lane: continue the PLACES best of the `found` matches of `matches` by DEPTH tokens, with probabilities.
 
-    There are up to eight CLASSES of matches. FOUND and WIDTH are `found` and PLACES (at most 255) rounded up to powers
-    of two. DEPTHS, a power of two, depths are computed at a time. Nodes are in the order of matches; paths have DEPTH +
-    1 hashes.
+    There are up to eight CLASSES of matches. DOUBT, AGAIN and OTHER are logarithms to base 2. FOUND and WIDTH are
+    `found` and PLACES (at most 255) rounded up to powers of two. DEPTHS, a power of two, depths are computed at a time.
+    Nodes are in the order of matches; paths have DEPTH + 1 hashes.
     """
     lane = tl.program_id(0).to(tl.int64)
     searched += lane * searched_line
@@ -468,14 +468,20 @@ def history(
         before = depth[None, None, :] <= parted[:, :, None]
         mine = tl.sum(tl.where(agree, votes[None, :, :], 0), 1)
         total = tl.sum(tl.where(before, votes[None, :, :], 0), 1)
+        # How many tokens follow: of those with the same path, the first is counted.
+        known = tl.max((agree & (place[None, :] < place[:, None])[:, :, None]).to(tl.int32), 1)
+        ways = tl.sum(tl.where(before, tl.where(known == 0, votes, 0)[None, :, :], 0), 1)
         chance = tl.zeros([WIDTH, DEPTHS], tl.float32)
         belief = tl.full([WIDTH, DEPTHS], 1.0, tl.float32)
         for shorter in tl.static_range(CLASSES):
-            trust = tl.load(trusts + CLASSES - 1 - shorter)
-            all_votes = (total >> (8 * (CLASSES - 1 - shorter))) & 255
-            my_votes = (mine >> (8 * (CLASSES - 1 - shorter))) & 255
-            chance += belief * trust * my_votes.to(tl.float32) / tl.maximum(all_votes, 1).to(tl.float32)
-            belief = tl.where(all_votes > 0, belief * (1 - trust), belief)
+            byte = 8 * (CLASSES - 1 - shorter)
+            all_votes = ((total >> byte) & 255).to(tl.float32)
+            my_votes = ((mine >> byte) & 255).to(tl.float32)
+            followed = ((ways >> byte) & 255).to(tl.float32)
+            doubt = tl.minimum(tl.exp2(DOUBT + AGAIN * (all_votes - followed) + OTHER * (followed - 1)), 1.0)
+            doubt = tl.where(all_votes > 0, doubt, 1.0)
+            chance += belief * (1 - doubt) * my_votes / tl.maximum(all_votes, 1.0)
+            belief *= doubt
         logs = tl.log(tl.where(heard & (token >= 0), chance, 0.0))  # below 0: a stored sequence ends here
         path = above[:, None] + tl.cumsum(logs, 1)
         added = mix(token, (depth + 1)[None, :])
