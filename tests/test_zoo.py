@@ -31,6 +31,8 @@ QUICK = (
     "jamba",
     "musicgen",
 )
+UNBUILT = ("gemma3n", "gemma4_assistant")  # one needs timm, the other's default configuration is not valid
+BUILT = [name for name in NAMES if name not in UNBUILT]
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:
@@ -39,12 +41,9 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, QUICK))
+@pytest.mark.parametrize("name", mostly_slow(BUILT, QUICK))
 def test_the_text_is_transformers_own_or_the_model_is_refused(name: str) -> None:
-    try:
-        model = build_any(name)
-    except (ImportError, ValueError) as error:
-        pytest.skip(f"no tiny model: {error}")
+    model = build_any(name)
     warnings.simplefilter("ignore", OutpaceWarning)
     refusal = ""
     try:
@@ -52,7 +51,7 @@ def test_the_text_is_transformers_own_or_the_model_is_refused(name: str) -> None
     except UnsupportedModel as error:
         refusal = str(error)
     if refusal:
-        assert refusal.endswith("transformers' own generate decodes it.")
+        assert refusal.endswith("Use transformers' own generate for it.")
         return
     expected = [generated(model, prompt) for prompt in PROMPTS]
     trees = [Lookahead(window=4, ngram=3), PromptLookup()] if decoder.model.branches else [PromptLookup(tree=False)]

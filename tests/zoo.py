@@ -70,12 +70,11 @@ _SMALL = {name: size for size, names in _SIZES for name in names.split()}
 # What no rule for all gives.
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
-_MAMBA = {"mamba_d_head": 16}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _HYBRID,
     "kimi_linear": _HYBRID,
-    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "bamba": {"mamba_d_head": 16, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"mamba_d_head": 16, "layer_types": ["mamba", "attention"] * 2},
     "mamba2": {"head_dim": 16},
     "falcon_h1": {"mamba_d_head": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
@@ -88,8 +87,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
-    "gemma4_unified_assistant": {"text_config": {}},
     "gemma3n_text": _SHARED,
     "gemma4": {"text_config": _SHARED},
     "gemma4_text": _SHARED,
@@ -134,8 +131,7 @@ def small(kind: Any) -> dict[str, Any]:
         if name in nested:
             inner = nested[name]
             if inner is transformers.AutoConfig:
-                found = getattr(kind(), name)
-                inner = type(found)
+                inner = type(getattr(kind(), name))
                 options[name] = {"model_type": inner.model_type, **small(inner)}
             else:
                 options[name] = small(inner)

@@ -39,7 +39,7 @@ ATTENTION = "outpace"  # the name under which `attend` is registered with transf
 CHUNK = 512
 STEADY = 256  # rows at a time outside of layers, in exact mode on a GPU
 ROUNDING = 1e-3  # relative differences of logits below this count as rounding
-_ELSEWHERE = "transformers' own generate decodes it."
+_ELSEWHERE = "Use transformers' own generate for it."
 FARTHEST = 2**16  # tokens of a text for which masks are compared
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -404,7 +404,7 @@ class HFModel:
         """Refuse a model that computes other logits than its mirror: some part is not what we take it for."""
         text = [token % self.vocabulary for token in (11, 23, 5, 17, 31, 8)]
         tokens = torch.tensor([text], device=self.device)
-        twin = _Mirror(str(model.config._attn_implementation)).of(model)
+        twin = _Mirror(_dense_attention(model)).of(model)
         arguments: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if self._takes_positions:  # as transformers' `generate` has it
             arguments["position_ids"] = torch.arange(len(text), device=self.device)[None]
@@ -791,7 +791,7 @@ def _counts_slots(config: Any) -> bool:
 
 
 def _dense_attention(model: PreTrainedModel) -> str:
-    """For models with their own attention code: the implementation in use, if it takes a mask [rows, slots]."""
+    """transformers' implementation that is in use, if it takes a mask [rows, slots]; else the one that always does."""
     used = str(model.config._attn_implementation)
     return used if used in ("eager", "sdpa") else "eager"
 
