@@ -408,7 +408,7 @@ class HFModel:
         arguments: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if self._takes_positions:  # as transformers' `generate` has it
             arguments["position_ids"] = torch.arange(len(text), device=self.device)[None]
-        with self._foreign():
+        with self._foreign(), without_cudnn():
             expected = twin(**arguments, use_cache=False).logits[0]
         found = self._logits(text[:1], chain(text[0], text[1:], "check"))
         error = _disagreement(found, expected)
