@@ -76,7 +76,7 @@ def _next_chance(follows: Sequence[tuple[int, Path]], path: Path, longest: int) 
         heard = [token for length, token in votes if length >= least]
         if heard and least <= longest:
             ways = len(set(heard))
-            doubt = min(1.0, 0.7 * 0.75 ** (len(heard) - ways) * 1.25 ** (ways - 1))
+            doubt = min(0.98, 0.7 * 0.75 ** (len(heard) - ways) * 1.25 ** (ways - 1))
             chance += belief * (1 - doubt) * heard.count(path[-1:]) / len(heard)
             belief *= doubt
     return chance

@@ -69,7 +69,7 @@ def test_the_pool_keeps_the_newest(ngrams: list[list[int]], longest: int, capaci
 def test_a_gate_keeps_weak_guesses_out() -> None:
     history = History(2)
     history.extend([0, 1, 5, 0, 1])
-    for gate, rows in ((0.28, 3), (0.29, 1)):  # after (0, 1) came 5: 0.2 + 0.8 * 0.1
+    for gate, rows in ((0.5, 3), (0.52, 1)):  # after (0, 1) came 5: 0.3 + 0.7 * 0.3
         tree = Tree(1)
         history.grow(tree, rows=3, depth=5, source="test", gate=gate)
         assert len(tree) == rows

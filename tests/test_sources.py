@@ -139,7 +139,7 @@ def test_predictions(draw: random.Random, deepest: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", [PromptLookup(), Lookahead(window=3, ngram=3, guesses=8), Auto(heads=False)])
+@pytest.mark.parametrize("method", [PromptLookup(), Lookahead(window=3, ngram=3, guesses=24), Auto(heads=False)])
 def test_a_programs_steps_have_what_the_host_follows_of_a_prediction(method: Method, temperature: float) -> None:
     how = Sampling(temperature=temperature, seed=4)
     decoder = Decoder(tiny("Llama"), method=method)

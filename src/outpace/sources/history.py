@@ -18,7 +18,7 @@ from .base import Source
 # followed a match of 1, 2, 3, 4 and 6 tokens that occurred once was right in 30, 56, 67, 73 and 84 % of cases; twice,
 # in 56, 77, 86, 89 and 97 %; and where two occurrences differ, the newer in 18 to 47 %.
 LEAST = (1, 2, 3, 4, 6, 8, 12, 16)
-DOUBT, AGAIN, OTHER = 0.7, 0.75, 1.25
+DOUBT, AGAIN, OTHER, MOST = 0.7, 0.75, 1.25, 0.98  # MOST: the largest doubt
 PLACES = 8  # default for how many earlier occurrences are continued
 NONE = -(2**20)  # as a match length: no match
 STORED = "store"  # the source name of draft tokens from stored sequences
@@ -54,7 +54,7 @@ class History(Source):
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         if fused.usable(texts.device):
             size = (self.longest, self.places, self.deepest)
-            doubts = (DOUBT, AGAIN, OTHER)
+            doubts = (DOUBT, AGAIN, OTHER, MOST)
             return [fused.history(texts, *size, self._least, doubts, self.floor, self.first, self.store)]
         lengths = matches(texts, self.longest, self.store)
         span = lengths.shape[1]
@@ -97,7 +97,7 @@ def _searched(texts: Texts, store: torch.Tensor | None) -> torch.Tensor:
 
 def doubt_of(occurrences: int, tokens: int) -> float:
     """The probability that matches are no guide, by how often they occurred and how many tokens followed."""
-    return min(1.0, DOUBT * AGAIN ** (occurrences - tokens) * OTHER ** (tokens - 1))
+    return min(MOST, DOUBT * AGAIN ** (occurrences - tokens) * OTHER ** (tokens - 1))
 
 
 def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor) -
     grown = torch.where(lengths > 0, lengths, NONE)[:, None] + step  # [lanes, depth, places]
     counted = (grown[..., None] >= least).float()  # [lanes, depth, places, classes]
     total, mine, ways = before @ counted, agree @ counted, before @ (counted * new[..., None])
-    doubt = (DOUBT * AGAIN ** (total - ways) * OTHER ** (ways - 1)).clamp(max=1.0)
+    doubt = (DOUBT * AGAIN ** (total - ways) * OTHER ** (ways - 1)).clamp(max=MOST)
     doubt = torch.where(total > 0, doubt, 1.0)
     belief = F.pad(doubt.flip(-1).cumprod(-1).flip(-1), (-1, 1), value=1.0)  # the probability that longer matches leave
     chance = (belief * (1 - doubt) * mine / total.clamp(min=1)).sum(-1)

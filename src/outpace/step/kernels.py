@@ -423,14 +423,15 @@ def matches(
 @triton.jit(do_not_specialize=LANES_VARY)
 def history(
     searched, searched_line, span, lengths, scores, found, leasts, floor, tokens, chances, paths, nodes,
-    CLASSES: tl.constexpr, DOUBT: tl.constexpr, AGAIN: tl.constexpr, OTHER: tl.constexpr, FOUND: tl.constexpr,
-    PLACES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, DEPTHS: tl.constexpr, OWN: tl.constexpr,
+    CLASSES: tl.constexpr, DOUBT: tl.constexpr, AGAIN: tl.constexpr, OTHER: tl.constexpr, MOST: tl.constexpr,
+    FOUND: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, DEPTHS: tl.constexpr,
+    OWN: tl.constexpr,
 ):  # fmt: skip
     """One lane: continue the PLACES best of the `found` matches of `matches` by DEPTH tokens, with probabilities.
 
-    There are up to eight CLASSES of matches. DOUBT, AGAIN and OTHER are logarithms to base 2. FOUND and WIDTH are
-    `found` and PLACES (at most 255) rounded up to powers of two. DEPTHS, a power of two, depths are computed at a time.
-    Nodes are in the order of matches; paths have DEPTH + 1 hashes.
+    There are up to eight CLASSES of matches. DOUBT, AGAIN, OTHER and MOST are logarithms to base 2. FOUND and WIDTH
+    are `found` and PLACES (at most 255) rounded up to powers of two. DEPTHS, a power of two, depths are computed at a
+    time. Nodes are in the order of matches; paths have DEPTH + 1 hashes.
     """
     lane = tl.program_id(0).to(tl.int64)
     searched += lane * searched_line
@@ -478,7 +479,8 @@ def history(
             all_votes = ((total >> byte) & 255).to(tl.float32)
             my_votes = ((mine >> byte) & 255).to(tl.float32)
             followed = ((ways >> byte) & 255).to(tl.float32)
-            doubt = tl.minimum(tl.exp2(DOUBT + AGAIN * (all_votes - followed) + OTHER * (followed - 1)), 1.0)
+            doubt = DOUBT + AGAIN * (all_votes - followed) + OTHER * (followed - 1)
+            doubt = tl.exp2(tl.minimum(doubt, MOST))
             doubt = tl.where(all_votes > 0, doubt, 1.0)
             chance += belief * (1 - doubt) * my_votes / tl.maximum(all_votes, 1.0)
             belief *= doubt
