@@ -113,7 +113,7 @@ def lossless(setup: Setup, small: bool = False) -> dict[str, Method]:
     """Every kind of method, for comparing outputs; with smaller trees for more runs."""
     found: dict[str, Method] = {
         "jacobi": Jacobi(window=4 if small else 16),
-        "prompt-lookup": PromptLookup(rows=8 if small else 64, gate=0.2 if small else 0.0, priced=False),
+        "prompt-lookup": PromptLookup(rows=8 if small else 64, gate=0.4 if small else 0.0, priced=False),
         "lookahead": Lookahead(window=5, ngram=4, guesses=5) if small else Lookahead(),
         "draft-model": DraftModel(model=HFModel(first_layers(setup.model, 3)), length=4),
         "auto": Auto(heads=False),

@@ -45,7 +45,7 @@ METHODS: dict[str, type[Method]] = {
 ON_GPU: dict[str, dict[str, object]] = {"lookahead": {"window": 7, "ngram": 4, "guesses": 7}}
 ON_CPU: dict[str, dict[str, object]] = {
     "jacobi": {"window": 7},
-    "prompt-lookup": {"rows": 8, "gate": 0.2},
+    "prompt-lookup": {"rows": 8, "gate": 0.4},
     "lookahead": {"window": 2, "ngram": 3, "guesses": 2},
     "medusa": {"rows": 8},
     "hydra": {"rows": 8, "beam": 4},
