@@ -334,6 +334,11 @@ class HFModel:
             masks[kind] = sees[None, None]
         return masks
 
+    @property
+    def _rough(self) -> bool:
+        """Whether rounding shows in logits."""
+        return self.packed or torch.finfo(self.dtype).bits == 16
+
     def _check(self) -> None:
         """Run a small tree, and its tokens one path at a time; refuse the model if the results differ.
 
@@ -351,8 +356,7 @@ class HFModel:
         if error < ROUNDING:
             return
         # In 16 bits, rounding depends on the number of rows. But tokens that a row must not see may be arbitrary.
-        rough = self.packed or torch.finfo(self.dtype).bits == 16
-        slight, limit, most = (0.03, 0.05, 0.15) if rough else (ROUNDING, ROUNDING, 0.01)
+        slight, limit, most = (0.03, 0.05, 0.15) if self._rough else (ROUNDING, ROUNDING, 0.01)
         seen = _disagreement(together[:1], self._together(text, left, other)[:1])
         if error >= limit:  # one path, token by token, shows how much rounding does
             alone = self._logits([*text, *left], chain(left[-1], (), "check"), chunk=1)[[-1]]
@@ -412,7 +416,7 @@ class HFModel:
             expected = twin(**arguments, use_cache=False).logits[0]
         found = self._logits(text[:1], chain(text[0], text[1:], "check"))
         error = _disagreement(found, expected)
-        if not error < (0.3 if self.packed or torch.finfo(self.dtype).bits == 16 else ROUNDING):
+        if not error < (0.3 if self._rough else ROUNDING):
             raise UnsupportedModel(
                 f"{type(model).__name__} computes other logits than Outpace with its layers (relative difference "
                 f"{error:.2g}), so its output would change. {_ELSEWHERE}"
