@@ -40,8 +40,8 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-# Where costs were not measured. Rows are nearly free on a large GPU, but a hundred of them cost a fifth of a step. On
-# a CPU they cost time at once: a 135M model in float32 on two cores takes eight rows in about twice the time of one.
+# Defaults if step costs were not measured. Rows are nearly free on a large GPU, but a hundred of them cost a fifth of a
+# step. On a CPU every row costs time: eight rows of a 135M model in float32 on two cores take twice as long as one.
 ON_GPU: dict[str, dict[str, object]] = {"lookahead": {"window": 7, "ngram": 4, "guesses": 7}}
 ON_CPU: dict[str, dict[str, object]] = {
     "jacobi": {"window": 7},
@@ -55,7 +55,7 @@ ON_CPU: dict[str, dict[str, object]] = {
 
 
 def make(name: str, *, cpu: bool = False, costs: CostCurve | None = None, **settings: object) -> Method:
-    """A method by name, with settings. Those not given suit the measured costs; without, a GPU, or with `cpu` a CPU.
+    """A method by name, with settings. The others suit the measured `costs` or, without these, a GPU (`cpu`: a CPU).
 
     >>> make("lookahead", window=7).window
     7

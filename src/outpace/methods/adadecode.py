@@ -47,9 +47,9 @@ class AdaDecode(Method):
     """A draft chain from early-exit heads at middle layers.
 
     Attributes:
-        heads: a folder of trained exits. Without one, those that come with Outpace for the embedded model. "original":
-            the model's own output head at the exits, untrained.
-        exits: use only the exits after these layers, like "8,16,24". Without: all that were trained.
+        heads: a folder of trained exits; by default, installed ones for this model. "original": the model's own output
+            head at the exits, untrained.
+        exits: use only the exits after these layers, like "8,16,24"; by default, all that were trained.
         control: "calibrated" selects exits by their predicted speedup, and a token exits where its measured acceptance
             is worth the cost; "fixed" uses all exits, and a token exits where its confidence is above `gamma`, as in
             the paper; "tree" uses one exit (the one in `exits`, or the first) for several draft tokens at each
@@ -57,8 +57,8 @@ class AdaDecode(Method):
         gamma: with "fixed", the confidence above which a token exits.
         pending: with "fixed", how many draft tokens may wait for their remaining layers.
         rows: with "tree", the most rows of a draft.
-        widths: with "tree", how many draft tokens follow the last token, then each followed draft token, like "8,3".
-        beam: with "tree", how many draft tokens are followed from one depth to the next.
+        widths: with "tree", how many draft tokens follow the last token, then each expanded draft token, like "8,3".
+        beam: with "tree", how many draft tokens of each depth are expanded.
         lookup: with "tree", the share of rows that may go to prompt lookup.
     """
 
@@ -134,7 +134,7 @@ class AdaDecode(Method):
         return Plan(lambda lanes, device: self.sources(engine.model, device), self.rows)
 
     def sources(self, model: Model, device: torch.device, coupled: bool = True) -> list[Source]:
-        """With "tree", the sources."""
+        """The sources of "tree"."""
         (layer,) = self.exits
         exits = ExitGuesses(self.heads.heads, layer, model.ends(), self.widths, self.beam, device, coupled)
         repeated = int(self.lookup * (self.rows - 1))
@@ -258,9 +258,9 @@ class _Drafter(Drafter):
             Question(heads.owner(layer), partial(_ask, heads, heads.layers.index(layer), ends)) for layer in exits
         ]
         self.control = control
-        # A user's processors may count their calls, or fail beyond the end: drafts do without them.
+        # A user's processors may count their calls, or fail beyond the end, so drafts do without them.
         self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
-        # If the output depends on the drafts, these must not depend on the clock.
+        # If the output depends on the drafts, the drafts must not depend on the clock.
         timed = isinstance(control, Calibrated) and (picker.greedy or picker.sampling.rule == "keyed")
         self.guard = Guard() if timed and self.verifies else None
         self.timed: Guard | None = None  # of this step
@@ -334,7 +334,7 @@ class _Drafter(Drafter):
 
 
 class _TreeDrafter(Drafter):
-    """The same trees as in a program with these sources, on the host."""
+    """Drafts on the host what a program with these sources drafts."""
 
     asks = True
 
@@ -355,7 +355,7 @@ class _TreeDrafter(Drafter):
         texts = Texts(1, len(sequence.tokens), model.device)
         texts.open(0, sequence.tokens, self.picker.sampling.seed)
         rooms = torch.tensor([room], device=model.device)
-        # Prefill stops before the last token, unless all rotary angles change there: then it includes it, as plain.
+        # Prefill excludes the last token, unless all rotary angles change there: plain decoding then includes it.
         if len(sequence.slots) < sequence.position and model.room(sequence.position - 1):
             yield from self.engine.read(sequence)
         offers: list[Nodes] = []
@@ -484,7 +484,7 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
     engine.pool = Pool(model.device, capacity=16)
     model.ends()  # refuses a model that does not support exits
     refusal = UnsupportedModel(
-        f"{model.name} cannot run some of its layers only, so they cannot be deferred. Use another method."
+        f"{model.name} cannot run only some of its layers, so they cannot be deferred. Use another method."
     )
     try:
         with engine.pool.sequence(text[:1]) as sequence:
@@ -495,7 +495,7 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
             apart = alone(stairs.finish()).logits
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:  # a layer misses another
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:  # a layer needs another
         raise refusal from error
     with engine.pool.sequence(text[:1]) as sequence:
         together = engine.score(sequence, chain(text[0], text[1:], "")).logits

@@ -34,21 +34,21 @@ from .ngrams import History as Runs
 from .prompt_lookup import NAME, Looking, PromptLookup
 from .store import Store, earlier, make_store
 
-LONGEST = 16  # the longest match of the text's end that is searched in it
-FLOOR = 0.02  # the least probability of a draft token of lookup
-RANKS = 8  # next tokens remembered after each token
+LONGEST = 16  # how many of the sequence's last tokens lookup compares
+FLOOR = 0.02  # the least probability of a draft token from lookup
+RANKS = 8  # successors stored for each token
 RUNNERS = 7  # runners-up at the root
 SIZES = (1, 16)  # rows of a step, besides the most
 # Where the host drafts:
 TRIAL = 16  # steps after which it is checked whether a method pays
 SOON = 4  # steps after which a method that is at most LOST times as fast as plain decoding is dropped
 LOST = 0.7
-HOPE, LATER = 3.0, 0.5  # assumed speed of the first method to be tried, and how much less of each later one
+HOPE, LATER = 3.0, 0.5  # assumed speed of the first method to be tried, and how much less for each later one
 AGAIN = 8  # sequences until the boldest method is tried again
 PACE = 0.3  # smoothing of a method's speed
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
 BELIEVED = (NAME, STORED, RECYCLED, RUNNER_UP)  # sources whose acceptance the host learns
-NODES = 256  # draft tokens considered: this many are planted quickly
+NODES = 256  # draft tokens considered: up to this many, building the tree is fast
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Auto(Method):
     """Drafts from matches in the text, the model's earlier top-ranked tokens, and trained heads, in one tree.
 
     The acceptance rate of each source is learnt while decoding, and stored per model. Each step has as many rows as
-    give the most tokens per second on this machine; where drafting does not pay, one.
+    give the most tokens per second on this machine; a single one where drafting does not pay.
 
     Attributes:
-        heads: a folder of trained heads. Without one, those that come with Outpace for the model; False for none.
+        heads: a folder of trained heads; by default, installed ones for this model; False for none.
         rows: the most rows of a draft tree.
         carried: whether top-ranked next tokens are remembered from one sequence to the next.
-        store: also search this many of the newest tokens of earlier sequences; 0 for none. They are those decoded with
-            this very object on the same decoder, and stay in memory. If one user's text must not be used to draft
-            another's, give each user an object of their own.
+        store: also search the newest tokens of earlier sequences, this many; 0 for none. Only sequences decoded with
+            this very object and the same model are searched; they stay in memory. If one user's text must not be used
+            to draft another's, give each user an object of their own.
     """
 
     name = "auto"
@@ -108,7 +108,7 @@ class Auto(Method):
                 paths = paths_of(self.heads, top, left * 5 // 8)
                 found.append(guesses_of(heads, engine, paths, lanes, top))
             recycled = left - 2 * RUNNERS - sum(source.nodes for source in found)
-            places = PLACES // 2 if known else PLACES  # the text and the store have half of them each
+            places = PLACES // 2 if known else PLACES  # half for the sequence, half for the store
             found.append(History(LONGEST, REACH, places, NAME, device, FLOOR))
             if known:
                 found.append(History(LONGEST, REACH, places, STORED, device, FLOOR, known.tokens))
@@ -150,8 +150,8 @@ def _have_read(method: Method, sequence: Text) -> bool:
 
 
 def _found(model: Model) -> Ready | None:
-    """The heads that come with Outpace for the model; on a GPU preferably block's, which predict further."""
-    if getattr(model, "packed", False):  # a step of packed weights takes no longer than its heads would
+    """Installed heads for the model; on a GPU preferably block's, which predict further."""
+    if getattr(model, "packed", False):  # with packed weights, heads would take as long as a step
         return None
     kinds = ("block", "amphista") if model.device.type == "cuda" else ("amphista", "block")
     try:
@@ -168,17 +168,17 @@ class Known:
         if engine.costs is None and engine.model.device.type == "cpu":
             self.engine = copy(engine)  # for drafters of `auto` alone: other methods draft as before
             self.engine.costs = glance(engine)
-        self.speeds: dict[str, float] = {}  # by method, plain decoding being 1
-        self.begun = Counter[str]()  # texts, by the method that they began with
+        self.speeds: dict[str, float] = {}  # by method; plain decoding is 1
+        self.begun = Counter[str]()  # sequences, by the method that they began with
         self.beliefs = Beliefs(remembered(engine, BELIEVED))
-        self._left: dict[str, Recycled] = {}  # by the last text of each salt, the newest last
+        self._left: dict[str, Recycled] = {}  # from the last sequence of each salt, newest last
 
     def recall(self, salt: str) -> Recycled:
         """The recycled tokens that a new sequence starts with: those of the last one with the same salt."""
         return Recycled(RANKS, self._left.get(salt))
 
     def leave(self, salt: str, recycled: Recycled) -> None:
-        """A sequence has ended."""
+        """A sequence has ended: keep its recycled tokens."""
         self._left.pop(salt, None)
         self._left[salt] = recycled
         if len(self._left) > SALTS:
@@ -187,8 +187,8 @@ class Known:
     def choose(self, methods: Sequence[Method]) -> int:
         """The method that a sequence starts with: the fastest, and now and then the boldest again.
 
-        Each is tried once, unless another has proved faster than can be hoped for. On a CPU, where rows are dear, the
-        boldest is tried last.
+        Each is tried once, unless another has proved faster than the speed assumed for it. On a CPU, where rows are
+        expensive, the boldest is tried last.
         """
         turns = [*range(len(methods))]
         if self.engine.model.device.type == "cpu":
@@ -242,7 +242,7 @@ class _Drafter(Drafter):
     def drafting(self, room: int) -> Asking[Draft]:
         start = perf_counter()
         draft = yield from self.inner.drafting(room)
-        if self.steps:  # heads read the prompt before the first of their drafts
+        if self.steps:  # before their first draft, heads read the prompt: not counted
             self.cost += (perf_counter() - start) / self.costs.step(1)
         return draft
 

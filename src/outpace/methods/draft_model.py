@@ -50,7 +50,7 @@ class DraftModel(Method):
         return False
 
     def prepare(self, model: Model) -> DraftModel:
-        from ..models.loading import as_model  # loads transformers, which the other methods do without
+        from ..models.loading import as_model  # imports transformers, which the other methods do not need
 
         small = as_model(self.model, like=model)
         if small.vocabulary != model.vocabulary:
@@ -86,7 +86,7 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.length = method.length
         self.small = Engine(method.model)
-        # A user's processors may count their calls or refuse what lies beyond the end: guesses do without them.
+        # A user's processors may count their calls, or fail beyond the end, so drafts do without them.
         self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
         self._open = ExitStack()
         self.ahead = self._open.enter_context(self.small.pool.sequence(sequence.tokens))
@@ -102,7 +102,7 @@ class _Drafter(Drafter):
             try:
                 token, proposal = self.guesser.guess(scores.logits[0], self.ahead.tokens)
             except InvalidLogits:
-                break  # the small model is at a loss; the target may not be
+                break  # the draft model's logits are invalid; the target's may not be
             self.small.pool.keep(self.ahead, alone, Verdict((0,), (token,)))
             guesses.append(token)
             proposals.append(proposal)

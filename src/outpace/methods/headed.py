@@ -34,27 +34,27 @@ from .base import Drafter, Method, prices_of
 from .ngrams import History, Recycled
 
 LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: longest match, tokens ahead, the least probability
-BEAM = 8  # beam of a program, for heads that depend on each other
-NODES = 4  # draft tokens considered per row: the 256 for 64 rows are planted quickly
-CONSIDERED = 1.5  # of these at least for paths of the heads' ranks
-RECYCLED = 0.5  # and for recycled tokens
-DEEPER = 1.5  # see `likely_paths`; for heads that know the token before
+BEAM = 8  # beam in a program, for heads that depend on each other
+NODES = 4  # draft tokens considered per row: with the 256 of 64 rows, building the tree is fast
+CONSIDERED = 1.5  # at least this many of them from heads
+RECYCLED = 0.5  # and this many recycled ones
+DEEPER = 1.5  # see `likely_paths`; for heads conditioned on the token before
 Ranks: TypeAlias = "tuple[int, ...]"
 Expect: TypeAlias = "Callable[[int, Numbers], Foreseen]"
-"""From a depth and the paths [paths, depth] to it: the top tokens after each path, or one row for all."""
+"""From a depth and the paths [paths, depth] to it: the top tokens after each path, or one line for all."""
 
 
 class Ready(NamedTuple):
-    """Loaded heads that fit the model."""
+    """Loaded heads."""
 
     heads: Heads
     about: Stored
     name: str = "given"  # where they come from
-    shipped: bool = False  # they come with Outpace: what calibration measured is about them
+    shipped: bool = False  # installed, not given by the user: calibration measured these
 
 
 def shipped(kind: str, model: Model) -> Ready | None:
-    """The heads of this kind that come with Outpace, or with a package that is installed, for the model."""
+    """Installed heads of this kind for the model."""
     for folder in of_kind(kind):
         if is_for(folder, model):
             return Ready(*load(folder, model, TRAINABLE), f"{folder.parent.name}/{kind}", shipped=True)
@@ -74,7 +74,7 @@ def load_heads(name: str, heads: Any, model: Model) -> Ready:
 
 
 def check_width(name: str, heads: Heads, model: Model) -> None:
-    """Heads must fit the model."""
+    """Raise ModelError for heads that do not fit the model."""
     if heads.shape.width != model.width:
         raise ModelError(
             f"{name}: these heads read hidden states of width {heads.shape.width}; those of {model.name} have "
@@ -87,11 +87,11 @@ class Headed(Method):
     """Settings of all methods that draft with heads.
 
     Attributes:
-        heads: a folder of trained heads. Without one, those that come with Outpace for the embedded model.
+        heads: a folder of trained heads; by default, installed ones for this model.
         rows: the most rows of a draft.
-        lookup: the share of rows that may go to prompt lookup; 0 with a tree of your own.
+        lookup: the share of rows that may go to prompt lookup; none with a tree of your own.
         recycled: also draft the model's top-ranked next tokens from when it last computed the same token, accepted or
-            not: how many per token; 0 with a tree of your own. More tokens per step, but more work: no faster so far
+            not: how many per token; none with a tree of your own. More tokens per step, but more work: no faster so far
             on a GPU, slower on a CPU.
         tree: "confidence" builds a tree in each step from the heads' probabilities; "measured" uses one fixed tree,
             stored with the heads, the most likely by their measured accuracies; or paths of ranks, like
@@ -100,7 +100,7 @@ class Headed(Method):
         beam: how many paths are followed from one depth to the next.
         coupled: when sampling, rank a head's tokens with the noise that the target will sample with.
         priced: draft as many of these rows as pay, if step costs were measured (`outpace calibrate`). If the method
-            was then slower than plain decoding, heads are not used, unless you give heads or a tree.
+            proved slower than plain decoding there, heads are not used, unless you give heads or a tree.
     """
 
     kind: ClassVar[str]
@@ -162,7 +162,7 @@ class Headed(Method):
     def plan(self, engine: Engine) -> Plan | None:
         heads, about = self.heads.heads, self.heads.about
         if heads.sequential and self.tree != "confidence":
-            return None  # the host plants trees of ranks for these
+            return None  # the host builds the trees
         costs = engine.costs if self.priced else None
         grown = isinstance(self.tree, str)
         idle = bool(costs and grown and self.heads.shipped and costs.paces.get(self.name, 1.0) < 1.0)
@@ -210,11 +210,11 @@ class _Drafter(Drafter):
         costs = engine.costs if method.priced else None
         grown = isinstance(method.tree, str)
         pace = costs.paces.get(method.name, 1.0) if costs and grown and method.heads.shipped else 1.0
-        self.idle = pace < 1.0  # then heads do not guess
+        self.idle = pace < 1.0  # heads are not used
         if self.idle:
             warnings.warn(
                 f"{method.name}: with these heads {engine.model.name} was measured to be {pace:.2f} times as fast as "
-                "plain decoding here, so they are not used; drafts come from lookups in the text only. "
+                "plain decoding here, so they are not used; drafts come from prompt lookup only. "
                 "priced=False (--set priced=false) uses them all the same.",
                 OutpaceWarning,
                 stacklevel=2,
@@ -227,7 +227,7 @@ class _Drafter(Drafter):
         if self.lookup:
             self.history.extend(sequence.tokens)
         self.recycled = Recycled(method.recycled) if method.recycled and grown else None
-        # So many rows are not the heads'. What is recycled may have half of them, or what lookup may have.
+        # Rows that may go to others than heads: to recycled tokens half of all, or as many as to lookup.
         self.others = max(self.lookup, (method.rows - 1) // 2) if self.recycled else self.lookup
         self.tree: list[Ranks] | None = None
         if not isinstance(method.tree, str):
@@ -238,7 +238,7 @@ class _Drafter(Drafter):
                 worth = [_worth(path, about.accuracies) for path in self.tree]
                 self.tree = self.tree[: worthwhile(worth, self.price) - 1]
         self.top = method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
-        self.named = picker.candidates(self.top)  # so many guesses of each head are brought from the device
+        self.named = picker.candidates(self.top)  # tokens of each head that are copied from the device
 
     def score(self, draft: Draft) -> Asking[Scores]:
         see = self._see if self.heads.reads_text and not self.idle else None
@@ -258,7 +258,7 @@ class _Drafter(Drafter):
     @torch.inference_mode()
     def draft(self, room: int) -> Draft:
         root, depth = self.sequence.tokens[-1], min(self.heads.count, room)
-        # On a GPU the heads compute while the text is looked through.
+        # On a GPU the heads compute while the host searches the text.
         expect = self._begin() if self.new and depth else None
         repeated = Tree(root)
         self.history.grow(
@@ -274,13 +274,13 @@ class _Drafter(Drafter):
         return draft if len(repeated) == 1 else Tree.of(draft, repeated).draft()
 
     def _guess(self, expect: Expect, depth: int, taken: int) -> Draft:
-        """The heads' draft, with `taken` rows less than the method's most."""
+        """The heads' draft, with `taken` rows fewer than the method's most."""
         root = self.sequence.tokens[-1]
         rows, price = self.method.rows - taken, self.price
         if self.tree is None:
             if price is None:
                 return grow(root, expect, depth, rows, self.method.beam)
-            # Rows that bring less than the flattest part of the curve costs are too dear anywhere on it.
+            # A row that gains less than a row costs on the flattest part of the curve never pays.
             least = math.log(price.least / price(1 + taken)) if price.least > 0 else -math.inf
             return grow(root, expect, depth, rows, self.method.beam, lambda count: price(count + taken), least)
         tree = self.tree[: rows - 1] if self.method.tree == "measured" else self.tree
@@ -309,7 +309,7 @@ class _Drafter(Drafter):
         return lambda place, _: Foreseen(together().tokens[[place]], together().chances[[place]])
 
     def _paired(self, heads: BlockHeads, first: int) -> Expect:
-        """Predictions that depend on the token before, among a few candidates at each place."""
+        """Predictions that depend on the token before, among a few candidates at each depth."""
         logits, states = self.follower.think()
         count = heads.count
         found = likeliest(logits[:, 0], max(CANDIDATES, self.top))
@@ -350,7 +350,7 @@ def guesses_of(
     coupled: bool = True,
     worths: Sequence[float] | None = None,
 ) -> Source:
-    """The source for heads in a program: along `paths` of ranks, or by beam search if they depend on each other."""
+    """The source for heads in a program: along `paths` of ranks, or by beam search if heads depend on each other."""
     device = engine.model.device
     engine.model.keep(heads.reads)
     pick = partial(engine.model.part, layers=heads.reads)
@@ -379,13 +379,12 @@ def grow(
 ) -> Draft:
     """A tree of the most likely tokens, at most `rows` rows with the root; with `price`, as many as pay.
 
-    From each depth the `beam` likeliest paths go on to the next, and of them only those that may lead to a guess that
-    is taken: as no guess is likelier than its parent, none whose chance has a logarithm below `least`, or is lower than
-    that of as many others as there may be.
+    The `beam` most likely paths of each depth are expanded, unless their log probability is below `least` or the tree
+    can already be filled with more likely tokens: no token is more likely than its parent.
     """
     most = rows - 1
     worth, paths, nodes = np.zeros(1), np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)
-    count = 1  # nodes; `nodes` has those that the followed paths end in
+    count = 1  # nodes; `nodes` has the last node of each path to expand
     levels: list[tuple[Any, Numbers, Numbers, Numbers]] = []  # worth, parent, token and depth of new nodes
     for place in range(min(depth, most)):
         if not len(paths):
@@ -405,7 +404,7 @@ def grow(
     if not levels:
         return chain(root, (), "")
     worths, parents, tokens, depths = map(np.concatenate, zip(*levels, strict=True))
-    # A guess is never likelier than its parent, which comes first in the list: no child is taken without its parent.
+    # No token is more likely than its parent, which comes first in the list, so no child is taken without its parent.
     order = np.argsort(-worths, kind="stable")[:most]
     if price:
         order = order[: worthwhile(np.exp(worths[order]).tolist(), price) - 1]
@@ -447,7 +446,7 @@ def worthwhile(chances: Sequence[float], price: Callable[[int], float]) -> int:
 
 
 def read_tree(name: str, tree: Any) -> tuple[Ranks, ...]:
-    """A tree from paths of ranks, with all of their prefixes, or from such a list as JSON."""
+    """A tree from a list of paths of ranks, or from its JSON. The list must have every prefix of its paths."""
     try:
         paths = [tuple(path) for path in (json.loads(tree) if isinstance(tree, str) else tree)]
         whole = all(path and all(isinstance(rank, int) and rank >= 0 for rank in path) for path in paths)

@@ -1,4 +1,4 @@
-"""Hydra: heads guess one after another, each with the guesses before it in view."""
+"""Hydra: heads that draft one after another, each conditioned on the draft tokens before it."""
 
 from __future__ import annotations
 

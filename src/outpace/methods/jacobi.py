@@ -1,4 +1,4 @@
-"""Jacobi decoding: guess a block of tokens, let the model correct all of them at once, repeat."""
+"""Jacobi decoding: draft a block of tokens, let the model correct all of them at once, repeat."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Drafter(Drafter):
         return chain(self.sequence.tokens[-1], self.guesses[:room], "jacobi")
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
-        """The model's answers behind the accepted ones are the next guesses."""
+        """The model's output after the accepted rows is the next draft."""
         better = scores.best[len(verdict.rows) :]
         fresh = self.random.choices(self.sequence.tokens, k=self.window - len(better))
         self.guesses = [*better, *fresh]

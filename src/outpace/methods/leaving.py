@@ -1,7 +1,7 @@
 """When a token exits early: above a fixed confidence, or where its measured acceptance is worth its cost.
 
-An early exit costs the layers below it once more, for the next token. It gains a token if its draft token is right, and
-all before it were. So it pays while the product of these probabilities is worth more than the layers.
+An early exit costs one more run of the layers below it, for the next token. It gains a token if its draft token is
+right and all before it were. So it pays while the product of these probabilities is worth more than the layers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..heads.exits import BINS, BORDERS, bin_of
 from ..runtime.plain import Engine
 
 Counts: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
-"""[exit][bin of confidence] how many guesses there were, and how many were right."""
+"""[exit][bin of confidence] how many draft tokens there were, and how many were right."""
 
 LONGEST = 15  # the most waiting draft tokens, if no threshold limits them
 BELIEF = 64  # the weight of a bin's stored counts, in draft tokens of this sequence
-SEEN = 256  # the same for how often its exit lands in each bin
+SEEN = 256  # the same for how often an exit's confidence is in each bin
 DOUBT = 2.0  # prior of a bin, in draft tokens that are right as often as their confidence says
 MEMORY = 8  # prior of the cost per token, in tokens of plain decoding
 CPU_ROW = 0.14  # the cost of another row on a CPU, relative to a step, if it was not measured
 GPU_ROW, GPU_BEGIN = 0.002, 2.0  # the same on a GPU, and the pause between two climbs there, in layers
-PLAIN, TRIED = 4, 24  # plain steps at the start, and tokens after which exits are compared with them
-WEIGHTS = 12  # weights of a layer relative to those of a T
+PLAIN, TRIED = 4, 24  # plain steps at the start, and tokens after which steps with exits are compared with them
+WEIGHTS = 12  # weights of a layer, relative to an exit's matrix T
 STEPS = 400  # simulated steps of a prediction
 ENOUGH = 0.005  # the least gain in speed of another exit
 _CENTRES = [(low + high) / 2 for low, high in zip((0.0, *BORDERS), (*BORDERS, 1.0), strict=True)]
@@ -59,7 +59,7 @@ class Control:
 
 
 class Fixed(Control):
-    """The paper's: a token exits if its confidence is above `gamma`, while fewer than `most` wait."""
+    """The paper's rule: a token exits if its confidence is above `gamma`, while fewer than `most` wait."""
 
     def __init__(self, exits: int, gamma: float, most: int) -> None:
         self.exits = exits
@@ -100,7 +100,7 @@ def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
     head, asking, prices = model.vocabulary / (WEIGHTS * model.width), 0.0, None
     if curve is not None and curve.parts is not None:
         begin, head, asking = (cost / curve.parts.layer for cost in (curve.parts.begin, curve.parts.head, curve.asking))
-        prices = tuple(accumulate((curve.price(rows) for rows in range(1, LONGEST + 2)), max))  # no row has a bonus
+        prices = tuple(accumulate((curve.price(rows) for rows in range(1, LONGEST + 2)), max))  # never falling
     if prices is None:
         prices = tuple(1 + slope * rows for rows in range(LONGEST + 1))
     spared = head * (1 - frequent / model.vocabulary) if frequent else 0.0
@@ -109,7 +109,7 @@ def costs_of(engine: Engine, layers: Sequence[int], frequent: int) -> Costs:
 
 
 class Calibrated(Control):
-    """Ours, without a threshold: acceptance by exit and bin of confidence, updated while decoding."""
+    """Our rule, without a threshold: acceptance by exit and bin of confidence, updated while decoding."""
 
     most = LONGEST
 
@@ -126,7 +126,7 @@ class Calibrated(Control):
             rights = zip(line, weights, _CENTRES, strict=True)
             self.right.append([DOUBT * centre + right * weight for (_, right), weight, centre in rights])
         self.spent, self.tokens = MEMORY * costs.whole, float(MEMORY)
-        self.chance, self.rows = 1.0, 1  # of the chain: the probability that it is all right, and its rows
+        self.chance, self.rows = 1.0, 1  # of the chain: the probability that all of it is right, and its rows
         self._gains: list[float] = []
         self._waiting: set[int] = set()  # exits where rows of the chain wait: all climbs stop there in any case
 
@@ -156,7 +156,7 @@ class Calibrated(Control):
         return gains
 
     def _asking(self, exit_: int) -> float:
-        """The cost of evaluating an exit. Where a row waits already, the stop is paid for."""
+        """The cost of evaluating an exit. Where a row waits, every climb stops anyway, so stopping costs nothing."""
         return self.costs.probe - (min(self.costs.begin, self.costs.probe) if exit_ in self._waiting else 0.0)
 
     def _worth(self) -> float:

@@ -36,7 +36,7 @@ from .ngrams import History, NgramPool
 
 HISTORY_FLOOR = 0.002  # below this probability, lookups in the sequence leave their rows to the pool
 DOUBT = 4.0  # prior of the pool's acceptance, in lookups that are right as often as TRUST says
-PUBLISHED: dict[str, Any] = {"longest_key": 1, "reach": 0, "recycle": False}  # what these are in the paper
+PUBLISHED: dict[str, Any] = {"longest_key": 1, "reach": 0, "recycle": False}  # the paper's values
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class _Drafter(Drafter):
         self.history = History(method.longest_key)
         for length in range(1, len(sequence.tokens) + 1):
             self._read(sequence.tokens[max(0, length - method.ngram) : length])
-        # Levels as at the top of this file, except that level 0 is stored without the current token. It starts longer,
-        # because each step until all levels are filled drops one token of every level.
+        # Levels as at the top of this file, but level 0 is without the current token. It starts longer: each step until
+        # all levels are filled drops one token of every level.
         spine = method.window - 1 + method.ngram - 2
         self.levels: list[list[int]] = [self.random.choices(sequence.tokens, k=spine)]
         self.tips: list[int] = []  # for each column, the row that ends it
@@ -161,13 +161,13 @@ class _Drafter(Drafter):
         """Add n-grams of the pool as far as they pay, in a step with `expected` tokens without them."""
         best, rows = expected / price(len(tree)), len(tree)
         chances = self._chances(length)
-        for path in sorted(chances, key=lambda path: -chances[path]):  # the order of equals stays: parents come first
-            # All further ones are less likely, so no number of them is worth its price.
+        for path in sorted(chances, key=lambda path: -chances[path]):  # stable: parents come first
+            # All further ones are less likely, so none of them can pay.
             if len(tree) >= most or chances[path] <= best * price.slope(len(tree)):
                 break
             before = len(tree)
             tree.insert(path, "n-gram")
-            expected += chances[path] * (len(tree) - before)  # the sequence's own lookups are there already
+            expected += chances[path] * (len(tree) - before)  # 0 if a lookup has added it already
             if expected / price(len(tree)) > best:
                 best, rows = expected / price(len(tree)), len(tree)
         tree.cut(rows)
@@ -175,8 +175,8 @@ class _Drafter(Drafter):
     def _chances(self, length: int) -> dict[tuple[int, ...], float]:
         """The probability of each path of up to `length` tokens from the pool. None is more likely than its parent.
 
-        The pool's acceptance rate in this sequence, by key length, longer keys first and after the sequence's own
-        lookups, is shared equally among its n-grams. Within an n-gram each token makes the match longer: TRUST.
+        Lookups in the sequence come first, then the pool's n-grams, longer keys first. The n-grams of a key share its
+        acceptance rate in this sequence equally. Within an n-gram each token makes the match longer: TRUST.
         """
         text = self.sequence.tokens
         chances: dict[tuple[int, ...], float] = defaultdict(float)

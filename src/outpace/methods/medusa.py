@@ -1,4 +1,4 @@
-"""Medusa: heads on the last hidden state guess several tokens ahead, each on its own."""
+"""Medusa: heads on the last hidden state predict several tokens ahead, independently."""
 
 from __future__ import annotations
 

@@ -36,15 +36,15 @@ class Recycled:
     """
 
     def __init__(self, ranks: int, known: Recycled | None = None) -> None:
-        """It may start with a copy of another sequence's, `known`."""
+        """Starts with a copy of `known`, another sequence's, if given."""
         self._ranks = ranks
         self._next: dict[int, dict[int, float]] = dict(known._next) if known else {}  # token -> next -> probability
-        self.runners: dict[int, float] = {}  # the runners-up to the last token, which may come right after it
+        self.runners: dict[int, float] = {}  # the runners-up to the last token, with probabilities to be the next
 
     def learn(self, tokens: Sequence[int], logits: torch.Tensor, last: int) -> None:
-        """Store the model's logits [tokens, vocabulary] after these tokens. Of equal tokens the first counts.
+        """Store the top tokens of the logits [tokens, vocabulary] after these tokens. Of equal tokens the first counts.
 
-        After the one with index `last` it chose the sequence's newest token.
+        The sequence's newest token was chosen after the one with index `last`.
         """
         found = likeliest(logits, self._ranks)
         for token, best, chances in zip(reversed(tokens), *found.flip(1).tolist(), strict=True):
@@ -85,7 +85,7 @@ class History:
             self._end = [*self._end, token][-self._longest :]
 
     def forget(self, tokens: Sequence[int], count: int) -> None:
-        """Remove the first `count` tokens. `tokens` are these, and up to `longest` after them."""
+        """Remove the oldest `count` tokens. `tokens` are these and up to `longest` after them."""
         for start in range(count):
             for stop in range(start + 1, min(start + 1 + self._longest, len(tokens))):
                 run, token = tuple(tokens[start:stop]), tokens[stop]
@@ -169,7 +169,7 @@ class History:
         best, best_expected = expected / price(best_rows) if price else 0.0, expected
         while waiting and len(tree) < rows:
             negative, _, parent, token, at, end, by, called = heapq.heappop(waiting)
-            # All further ones are less likely, so no number of them is worth its price.
+            # All further ones are less likely, so none of them can pay.
             if price and -negative <= best * price.slope(len(tree)):
                 break
             (row,) = tree.insert((token,), by, below=parent)

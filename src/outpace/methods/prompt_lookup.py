@@ -1,4 +1,4 @@
-"""Prompt lookup: guess that the text goes on as it did the last times it came by here."""
+"""Prompt lookup: draft what followed earlier occurrences of the sequence's last tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PromptLookup(Method):
             cost time.
         priced: draft as many of these rows as pay, if step costs were measured (`outpace calibrate`).
         tree: False for the most likely chain only.
-        store: also search this many tokens of earlier sequences, those decoded with this very object; 0 for none.
+        store: also search the newest tokens of earlier sequences, this many; 0 for none. See Auto.
         recycled: also draft the model's top-ranked next tokens from when it last computed the same token, accepted or
             not: how many per token; 0 for none.
     """
@@ -63,7 +63,7 @@ class PromptLookup(Method):
 
     @property
     def dealt(self) -> bool:
-        return self.tree and not (self.store or self.recycled)  # ranks know no more than what all have
+        return self.tree and not (self.store or self.recycled)  # each rank has its own store and recycled tokens
 
     def plan(self, engine: Engine) -> Plan:
         places = min(PLACES, self.rows) if self.tree else 1
@@ -95,9 +95,9 @@ class PromptLookup(Method):
 
 
 class Looking(Drafter):
-    """Looks through the text, and through what is recycled."""
+    """Drafts from the sequence, stored sequences and recycled tokens."""
 
-    beliefs: Beliefs | None = None  # of its guesses, where they are learnt
+    beliefs: Beliefs | None = None  # corrects its probabilities, if acceptance is learnt
 
     def __init__(self, method: PromptLookup, engine: Engine, sequence: Sequence, picker: Picker) -> None:
         super().__init__(engine, sequence, picker)
@@ -107,7 +107,7 @@ class Looking(Drafter):
             self.history.earlier = known.runs
         self.history.extend(sequence.tokens)
         self.recycled = Recycled(method.recycled) if method.recycled else None
-        self._said: list[float] = []  # how likely the guesses were called
+        self._said: list[float] = []  # the sources' estimates for the draft tokens
 
     def draft(self, room: int) -> Draft:
         method = self.method
@@ -134,5 +134,5 @@ class Looking(Drafter):
         if self.recycled:
             self.recycled.learn(draft.tokens, scores.logits, verdict.rows[-1])
         if self.beliefs and self._said:
-            own = draft.sources[1 : 1 + len(self._said)]  # behind them others may have added theirs
+            own = draft.sources[1 : 1 + len(self._said)]  # rows after them were added by others
             self.beliefs.learn(own, self._said, {row - 1 for row in verdict.rows})

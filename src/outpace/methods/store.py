@@ -48,8 +48,8 @@ class Earlier:
 class Store:
     """The newest `size` tokens of finished sequences, prompts and answers, in memory only.
 
-    It belongs to one method, `Auto(store=65536)`, and has only sequences decoded with it, separately for each model.
-    Users whose text must not be shared (of a server) need a method object each.
+    It belongs to one method object, like `Auto(store=65536)`, and has only sequences decoded with it, by model.
+    If users of a server must not share text, each needs a method object of their own.
     """
 
     def __init__(self, size: int) -> None:
@@ -61,11 +61,11 @@ class Store:
 
     @property
     def name(self) -> str:
-        """As traces have it."""
+        """How traces show it."""
         return f"{self.size} tokens"
 
     def of(self, model: Model) -> Earlier:
-        """Its tokens of one model."""
+        """The tokens of sequences decoded with one model."""
         if model not in self._earlier:
             self._earlier[model] = Earlier(self.size, model.device)
         return self._earlier[model]

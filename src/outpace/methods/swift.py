@@ -23,11 +23,11 @@ from ..runtime.plain import Asking, Engine, Work
 from .adadecode import check_cuts
 from .base import Drafter, Method
 
-LEAST = 8  # tokens of the answer that a set of layers is judged by
-GOOD = 0.95  # the share of them that ends the search
-MODELLED = 25  # every so many sets, the search asks a model of what it has seen
-DRAWN = 64  # sets that this model chooses from
-NOISE = 0.01  # variance of a judgement
+LEAST = 8  # the fewest tokens of the answer to score a set of layers on
+GOOD = 0.95  # the score that ends the search
+MODELLED = 25  # every 25th set is proposed by a Gaussian process
+DRAWN = 64  # random sets that it chooses from
+NOISE = 0.01  # variance of a score
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Swift(Method):
     Attributes:
         skip: the share of layers that are skipped. The first and the last never are.
         length: the most tokens that are drafted; 0 is plain decoding.
-        confidence: drafting ends behind a token that is less probable.
-        window: how many last tokens of the answer a set of layers is judged by.
-        search: how many sets are judged, one in each step; all texts of a Decoder share what was found.
+        confidence: drafting ends after a token that is less probable than this.
+        window: how many of the answer's last tokens a set of layers is scored on.
+        search: how many sets are scored, one per step; all sequences of a Decoder share the search.
     """
 
     name = "swift"
@@ -69,10 +69,10 @@ class Swift(Method):
 
 
 class Search:
-    """Finds the layers to skip, by the share of tokens that a draft without them has right.
+    """Finds the layers to skip. A set's score is the share of tokens that the model predicts correctly without them.
 
-    It begins with every other layer or so, draws sets at random, and takes the best. Every 25th set is the most
-    promising of many by a Gaussian process over the sets judged so far: close by are sets with common layers.
+    It starts with evenly spaced layers, then draws sets at random, and keeps the best. Every 25th set is the most
+    promising of many according to a Gaussian process over the scored sets; sets with common layers are close.
     """
 
     def __init__(self, layers: int, skip: float, most: int) -> None:
@@ -85,11 +85,11 @@ class Search:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is tried."""
+        """Whether the search has ended."""
         return len(self.judged) >= self.most or self.score >= GOOD
 
     def propose(self) -> frozenset[int]:
-        """The set to judge next; first the one it begins with."""
+        """The set to score next; the first is the evenly spaced one."""
         if not self.judged:
             return self.best
         if (len(self.judged) + 1) % MODELLED:
@@ -97,7 +97,7 @@ class Search:
         return self._promising([self._random() for _ in range(DRAWN)])
 
     def learn(self, skipped: frozenset[int], score: float) -> None:
-        """This share of tokens was right."""
+        """Record a set's score."""
         self.judged.append((skipped, score))
         if score > self.score:
             self.best, self.score = skipped, score
@@ -123,7 +123,7 @@ class Search:
 
 
 def kept(skipped: frozenset[int], layers: int) -> list[tuple[int, int]]:
-    """The layers that are run, from and to.
+    """The ranges of layers that are run.
 
     >>> kept(frozenset([1, 2, 5]), 7)
     [(0, 1), (3, 5), (6, 7)]
@@ -141,19 +141,19 @@ class _Drafter(Drafter):
         self.method = method
         key = (Swift, method.skip, method.search)
         if key not in engine.notes:
-            # Without graphs: there would be one for each run of layers.
+            # Without CUDA graphs: there would be one for each range of layers.
             apart = Engine(engine.model)
             apart.pool = engine.pool
             engine.notes[key] = Search(engine.model.layers, method.skip, method.search), apart
         self.search, self.apart = engine.notes[key]
-        # A user's processors may count their calls or refuse what lies beyond the end: guesses do without them.
+        # A user's processors may count their calls, or fail beyond the end, so drafts do without them.
         self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
 
     def drafting(self, room: int) -> Asking[Draft]:
         sequence, pool = self.sequence, self.engine.pool
         tokens = [sequence.tokens[-1]]
         most = min(self.method.length, room)
-        # The first step reads the prompt, through all layers, and guesses nothing.
+        # The first step prefills through all layers, and drafts nothing.
         if most == 0 or len(sequence.slots) < sequence.position:
             return chain(tokens[0], (), "")
         if not self.search.over:
@@ -165,7 +165,7 @@ class _Drafter(Drafter):
             output = yield from self._run(rows, self.search.best)
             token, proposal = self._guess(output.logits[0], [*sequence.tokens, *tokens[1:]])
             if token == NOTHING:
-                break  # the whole model may have something to say
+                break  # the logits are invalid; the whole model's may not be
             tokens.append(token)
             proposals.append(proposal)
             if float(output.logits[0].float().softmax(-1)[token]) < self.method.confidence:
@@ -181,7 +181,7 @@ class _Drafter(Drafter):
         )
 
     def score(self, draft: Draft) -> Asking[Scores]:
-        """All layers, into the slots that the draft has written to."""
+        """Run all layers; they overwrite the draft's slots."""
         if len(draft) == 1 and not self.sequence.drafted:
             return (yield from super().score(draft))
         rows = self.engine.pool.chain_from(self.sequence, draft.tokens, 0)
@@ -189,7 +189,7 @@ class _Drafter(Drafter):
         return Scores(output.logits, output.hidden, output.found)
 
     def _judge(self) -> Asking[None]:
-        """Have one set of layers say again what the model has said."""
+        """Score one set of layers: predict the answer's last tokens again without them."""
         sequence, pool = self.sequence, self.engine.pool
         answered = len(sequence.tokens) - self.picker.prompt_length
         if answered < LEAST:
@@ -206,7 +206,7 @@ class _Drafter(Drafter):
         self.search.learn(skipped, right / count)
 
     def _guess(self, logits: torch.Tensor, text: list[int]) -> tuple[int, torch.Tensor | None]:
-        """A guess, and the distribution that it was drawn from; NOTHING where the draft is at a loss."""
+        """A draft token, and the distribution it was sampled from; NOTHING if the logits are invalid."""
         try:
             return self.guesser.guess(logits, text)
         except InvalidLogits:
@@ -217,7 +217,7 @@ class _Drafter(Drafter):
         hidden: torch.Tensor | None = None
         for start, stop in kept(skipped, self.engine.model.layers):
             last = stop == self.engine.model.layers
-            anew = replace(rows)  # other texts may have taken slots since: its mask is as wide as the pool
+            anew = replace(rows)  # a fresh mask: the pool may have grown meanwhile
             output = yield Work(self.apart, self.sequence, anew, asked if last else 0, start, stop, hidden)
             hidden = output.hidden.clone()
         return output

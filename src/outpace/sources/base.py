@@ -18,7 +18,7 @@ from ..step.walking import Walk
 class Source:
     """Drafts for a batch of lanes. Its tensors keep their addresses, so that it can be captured in a CUDA graph."""
 
-    names: Sequence[str]  # of its sources, numbered from `first` on in `Nodes.sources`
+    names: Sequence[str]  # of what it drafts from, numbered from `first` on in `Nodes.sources`
     first: int = 0
     deepest: int  # its deepest draft token
     nodes: int  # the most nodes it offers, probes included
@@ -36,10 +36,10 @@ class Source:
         """A sequence starts in a lane."""
 
     def recall(self, lane: int, salt: str) -> None:
-        """Give a new sequence what earlier ones of the same salt have left."""
+        """Start a new sequence with what the last one of the same salt left."""
 
     def leave(self, lane: int, salt: str) -> None:
-        """The sequence has ended."""
+        """The sequence in a lane has ended; keep what later ones may `recall`."""
 
     def guess(self, texts: Texts, room: torch.Tensor) -> list[Nodes]:
         """Draft nodes below the last tokens. Those deeper than `room` [lanes] will be dropped."""
@@ -56,18 +56,18 @@ class Reading(Source):
     """A source that also reads the hidden states of accepted rows."""
 
     costly = True
-    reads_text: bool  # all of them; otherwise the last of each sequence are enough
-    heads: Any  # whose state is in the sequences' slots, if it reads all
+    reads_text: bool  # whether it reads all of them, or only the last of each sequence
+    heads: Any  # if it reads all, their state is in the sequences' slots
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
         """Read new rows of sequences, in static buffers: `rows` with the token after each, hidden states [rows, width].
 
-        Returns what drafts after the rows `last`, one per sequence, are made from.
+        Returns what `expect` drafts from, after the rows `last`, one per sequence.
         """
         raise NotImplementedError
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Any, needs: frozenset[str]) -> None:
-        """Draft from `fed`, the result of `feed` for `texts`, which are in the lanes from `first` on.
+        """Draft from `fed`, the result of `feed` for `texts`, the sequences in the lanes from `first` on.
 
         `choices` and `needs` define how their next tokens will be chosen.
         """
@@ -78,7 +78,7 @@ class Climbing(Source):
     """A source that runs the target's first layers on rows of its own to draft. It replaces `guess`."""
 
     asks_room = costly = True
-    layer: int  # the number of layers
+    layer: int  # how many layers it runs
     asks: Sequence[int]  # rows per lane of each request
 
     def climbing(

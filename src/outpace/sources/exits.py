@@ -19,9 +19,9 @@ from .heads import expected
 class ExitGuesses(Climbing):
     """The top tokens after the sequence's last token, then the top tokens after the most likely of those, and so on.
 
-    To draft behind a row, its first layers are run, in the slots that the step's rows overwrite later.
+    To draft after a row, the target's first layers compute it, in slots that the step's rows overwrite later.
 
-    heads, layer: the exits, and the layer after which the one in use stands.
+    heads, layer: the exits, and the layer whose exit is used.
     widths: how many draft tokens follow the last token, then each draft token that is expanded.
     beam: how many draft tokens of a level are expanded.
     coupled: when sampling, rank draft tokens with the noise that the target will sample with.

@@ -21,9 +21,9 @@ from ..step.texts import Texts, signed
 from .base import Reading
 
 Ranks: TypeAlias = "tuple[int, ...]"
-CANDIDATES = 32  # tokens of a place that are paired with those of the next
+CANDIDATES = 32  # tokens at a depth that are paired with those at the next
 Pick: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
-"""Of what the target has left of rows, what some heads read."""
+"""Selects what some heads read from the states that the target kept of rows."""
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
 _twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by heads in use: see `quick`
 
@@ -259,7 +259,7 @@ class PairedGuesses(_Expecting):
 class SequentialGuesses(_Expecting):
     """Hydra's heads read the draft tokens before them, so drafting goes depth by depth, in a fixed loop.
 
-    Of each depth the `beam` most likely paths are expanded.
+    At each depth the `beam` most likely paths are expanded.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class SequentialGuesses(_Expecting):
 
 
 def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Texts, Choices, frozenset[str]]:
-    """One sequence as a batch of one lane, and its sampling: for work that is done before it has a lane."""
+    """A sequence as a batch of one, with its sampling, for work that is done before it has a lane."""
     texts = Texts(1, 1, device)
     texts.lengths[:], texts.seeds[:] = len(sequence.tokens), signed(sampling.seed)
     choices = Choices(1, 1, device)
@@ -336,7 +336,7 @@ def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Text
 
 
 def quick(heads: Any) -> Any:
-    """A copy that shares the weights, with fused projections and our own matrix products where there are any."""
+    """A copy that shares the weights, with fused projections and, where we have them, our own matrix products."""
     twin = _twins.get(heads)
     if twin is None:
         twin = _twins[heads] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})

@@ -12,11 +12,11 @@ from ..step.nodes import NEVER, Nodes, chains
 from ..step.texts import Texts
 from .base import Source
 
-# Matches of at least so many tokens are believed one after the other, the longest first. Each leaves a doubt, which
-# goes to the shorter ones: DOUBT for one occurrence, AGAIN times as much for each more that agrees, OTHER times as much
-# for each token that followed besides. Fitted to 91 answers of the embedded model to Spec-Bench prompts. There what
-# followed a match of 1, 2, 3, 4 and 6 tokens that occurred once was right in 30, 56, 67, 73 and 84 % of cases; twice,
-# in 56, 77, 86, 89 and 97 %; and where two occurrences differ, the newer in 18 to 47 %.
+# Classes of matches, by their least length. The longest class is believed first, and leaves a doubt to the shorter
+# ones: DOUBT for one occurrence, times AGAIN for each further one that agrees, times OTHER for each different token
+# that followed. Fitted to 91 answers of the embedded model to Spec-Bench prompts. There, the token after a match of 1,
+# 2, 3, 4 and 6 tokens was right in 30, 56, 67, 73 and 84 % of cases if the match occurred once; in 56, 77, 86, 89 and
+# 97 % if it occurred twice; and where two occurrences differ, the newer one in 18 to 47 %.
 LEAST = (1, 2, 3, 4, 6, 8, 12, 16)
 DOUBT, AGAIN, OTHER, MOST = 0.7, 0.75, 1.25, 0.98  # MOST: the largest doubt
 PLACES = 8  # default for how many earlier occurrences are continued
@@ -96,16 +96,16 @@ def _searched(texts: Texts, store: torch.Tensor | None) -> torch.Tensor:
 
 
 def doubt_of(occurrences: int, tokens: int) -> float:
-    """The probability that matches are no guide, by how often they occurred and how many tokens followed."""
+    """The probability left to shorter matches, by how many occurrences and how many different tokens followed."""
     return min(MOST, DOUBT * AGAIN ** (occurrences - tokens) * OTHER ** (tokens - 1))
 
 
 def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     """[lanes, places, depth] the log probability of each path.
 
-    All occurrences that agree with a path vote for its next token, each with a match length that has grown by the path.
-    Longer matches count first: among all of at least a class's length, a token's probability is its share of the
-    votes, less the doubt. No path goes beyond the end of a stored sequence.
+    All occurrences that agree with a path vote for its next token; each one's match length grows with the path. Longer
+    matches count first: in each class, a token's probability is its share of the votes, less the doubt. No path goes
+    beyond the end of a stored sequence.
     """
     deepest = tokens.shape[2]
     follow = tokens.transpose(1, 2)  # [lanes, depth, places]
@@ -119,6 +119,6 @@ def _chances(tokens: torch.Tensor, lengths: torch.Tensor, least: torch.Tensor) -
     total, mine, ways = before @ counted, agree @ counted, before @ (counted * new[..., None])
     doubt = (DOUBT * AGAIN ** (total - ways) * OTHER ** (ways - 1)).clamp(max=MOST)
     doubt = torch.where(total > 0, doubt, 1.0)
-    belief = F.pad(doubt.flip(-1).cumprod(-1).flip(-1), (-1, 1), value=1.0)  # the probability that longer matches leave
+    belief = F.pad(doubt.flip(-1).cumprod(-1).flip(-1), (-1, 1), value=1.0)  # what longer matches leave
     chance = (belief * (1 - doubt) * mine / total.clamp(min=1)).sum(-1)
     return torch.where((grown > 0) & (follow > BETWEEN), chance, 0.0).log().cumsum(1).transpose(1, 2)

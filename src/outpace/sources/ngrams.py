@@ -33,7 +33,7 @@ class Ngrams:
         return self._runs, self._names, self._count
 
     def clear(self, lane: int) -> None:
-        """Drop all."""
+        """Drop the n-grams of a lane."""
         self._runs[lane].fill_(NONE)
         self._count[lane].fill_(0)
 

@@ -12,15 +12,15 @@ from ..step.texts import Texts
 from .base import Source
 from .history import BETWEEN, matches
 
-LONGEST = 8  # the longest match of the answer's end that is searched in the prediction
+LONGEST = 8  # how many of the answer's last tokens are compared with the prediction
 AHEAD = 16  # draft tokens per step
-# In a program: the probability of the first one by match length (1, 2, 3, 4 or more tokens), and of each further one.
+# The probability of the first one by match length (1, 2, 3, 4 or more tokens), and of each further one.
 FIRST = (0.5, 0.7, 0.8, 0.9)
 NEXT = 0.95
 
 
 class Prediction:
-    """For drafting on the host.
+    """A predicted answer, for drafting on the host.
 
     >>> hint = Prediction([5, 6, 7, 8, 9], prompt_length=2)
     >>> hint.after([1, 2], 3), hint.after([1, 2, 5, 0, 7], 3), hint.after([1, 2, 0], 3)
@@ -55,7 +55,7 @@ class Prediction:
 
 
 class Predicted(Source):
-    """The same in a program, for lanes that have a prediction. It is cut to the longest sequence."""
+    """The same as a source, for lanes that have a prediction. Predictions are truncated to the lanes' length."""
 
     names = (Prediction.name,)
 

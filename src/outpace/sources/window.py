@@ -73,7 +73,7 @@ class Window(Source):
 
     @staticmethod
     def probes_of(window: int, ngram: int) -> int:
-        """The most rows of a window, without the current token; while it is being filled it has fewer."""
+        """The most rows that a window can have, being filled or full, without the current token."""
         return max((window + ngram - 2 - level) * (level + 1) - 1 for level in range(ngram - 1))
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:

@@ -1,1 +1,1 @@
-"""One step of decoding as functions of tensors in fixed places: nothing here asks the host for anything."""
+"""One decoding step as functions of tensors in static buffers: nothing here waits for the host."""

@@ -21,7 +21,7 @@ PRIOR = 8.0  # weight of the source's own estimate, in draft tokens
 MEMORY = 2048.0  # draft tokens remembered per knot; older ones fade
 NEWS = 256  # draft tokens counted before the table is rebuilt
 MOST = 0.98  # the highest probability
-SOURCES = 256  # there are fewer, all of a tree together
+SOURCES = 256  # more than one tree can have
 VERSION = 2  # raised when sources estimate differently: older counts are ignored
 CUTS = (1, 2, 4, 8, 16, 32, 64)  # sizes of trees for which expected tokens are reported
 EXPECTED = 2 * len(CUTS) + 1  # how many numbers that takes: see `nodes.plant`
@@ -46,7 +46,7 @@ class Chances:
         self._rows = np.array([self.names.index(name) for name in names])  # by source
         self.offered: Counts = np.zeros((len(self.names), KNOTS))
         self.right: Counts = np.zeros((len(self.names), KNOTS))
-        self.counted = 0  # draft tokens since then
+        self.counted = 0  # draft tokens so far
         self._others: dict[str, Any] = {}  # stored counts of other sources, kept unchanged
 
     def count(self, sources: Any, knots: Any, right: Any) -> None:
@@ -60,7 +60,7 @@ class Chances:
         self.right *= fading
 
     def learn(self, said: Numbers, right: Marks) -> bool:
-        """Learn from draft tokens: a code of each (source + SOURCES × knot + …), and whether it was accepted.
+        """Learn from draft tokens: the code of each (source + SOURCES × knot + …), and whether it was accepted.
 
         Returns whether enough is new to rebuild the table.
         """

@@ -23,7 +23,7 @@ _TARGET = 0  # `Picker`'s stream of noise for the target's choices
 class Choices:
     """How each lane chooses tokens: its `Sampling`, without user logits processors and the rejection rule.
 
-    What no lane needs costs nothing: `needs` has what the open lanes need, and programs are made for that.
+    `needs` says what the open lanes need; programs are compiled for that, so the rest costs nothing.
     """
 
     def __init__(self, lanes: int, vocabulary: int, device: torch.device | str) -> None:
@@ -42,7 +42,7 @@ class Choices:
         self._needs: dict[int, frozenset[str]] = {}  # by open lane
 
     def check(self, sampling: Sampling) -> None:
-        """Raise InputError for what is not supported."""
+        """Raise InputError for a logit bias outside the vocabulary."""
         for token in sampling.logit_bias:
             if not 0 <= token < self.vocabulary:
                 raise InputError(f"logit_bias names token {token}; the vocabulary has ids 0 to {self.vocabulary - 1}.")
@@ -94,7 +94,7 @@ class Choices:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Those of "noise", CUTS and "penalties" that some open lane needs."""
+        """What some open lane needs, of "noise", CUTS and "penalties"."""
         return frozenset[str]().union(*self._needs.values())
 
     def choose(
@@ -173,7 +173,7 @@ class Choices:
 
 
 def needs_of(sampling: Sampling) -> frozenset[str]:
-    """What a sampling needs."""
+    """What a sampling needs, of "noise", CUTS and "penalties"."""
     noise = sampling.temperature > 0
     penalties = sampling.repetition_penalty not in (None, 1) or sampling.presence_penalty or sampling.frequency_penalty
     asked = {

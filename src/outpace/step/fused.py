@@ -205,7 +205,7 @@ def settle(
     deepest: int,
     counted: Choices | None = None,
 ) -> tuple[torch.Tensor, Walk, torch.Tensor, torch.Tensor]:
-    """`walk` and `Lanes.keep`: a report for the host, what was kept, [lanes, rows] argmax tokens, previous lengths.
+    """`walk` and `Lanes.keep`. Returns a report for the host, what was kept, argmax tokens [lanes, rows], old lengths.
 
     `found` comes from `find_best`, `chosen` from `choose`. The kept tokens are counted in `counted`, for penalties.
     """

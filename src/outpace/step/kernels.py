@@ -82,7 +82,7 @@ def plant(
     LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
     COSTLY: tl.constexpr, CUTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One lane: its most likely nodes as `count` rows, of which at most `most` are real, written to static buffers.
+    """One lane: write its most likely nodes to static buffers, as `count` rows; at most `most` are not padding.
 
     NODES and ROWS are `nodes` and `count` rounded up to powers of two. Paths have DEEP hashes. If no draft token
     reaches the probability `least`, none is taken. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS]
@@ -430,7 +430,7 @@ def history(
     """One lane: continue the PLACES best of the `found` matches of `matches` by DEPTH tokens, with probabilities.
 
     There are up to eight CLASSES of matches. DOUBT, AGAIN, OTHER and MOST are logarithms to base 2. FOUND and WIDTH
-    are `found` and PLACES (at most 255) rounded up to powers of two. DEPTHS, a power of two, depths are computed at a
+    are `found` and PLACES (at most 255) rounded up to powers of two. DEPTHS (a power of two) depths are computed at a
     time. Nodes are in the order of matches; paths have DEPTH + 1 hashes.
     """
     lane = tl.program_id(0).to(tl.int64)
@@ -484,7 +484,7 @@ def history(
             doubt = tl.where(all_votes > 0, doubt, 1.0)
             chance += belief * (1 - doubt) * my_votes / tl.maximum(all_votes, 1.0)
             belief *= doubt
-        logs = tl.log(tl.where(heard & (token >= 0), chance, 0.0))  # below 0: a stored sequence ends here
+        logs = tl.log(tl.where(heard & (token >= 0), chance, 0.0))  # a negative token ends a stored sequence
         path = above[:, None] + tl.cumsum(logs, 1)
         added = mix(token, (depth + 1)[None, :])
         hashed = hashed_above[:, None] + tl.cumsum(added, 1)
@@ -539,7 +539,8 @@ def pairs(
 ):  # fmt: skip
     """One lane: nodes from paths of ranks among the TOP tokens of HEADS places, each conditioned on the one before.
 
-    order, chances: [places, before, rank] which token, and its log probability. GIVEN: the paths' are given.
+    `order`, `chances` [places, token before, rank]: which token, and its log probability. GIVEN: those of whole paths
+    are given.
     """
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
@@ -619,8 +620,9 @@ def ngrams(
 ):  # fmt: skip
     """One lane: up to GUESSES distinct n-grams that continue the sequence, longest key first, then newest first.
 
-    `found` [lanes, GUESSES, WIDTH - 1] and `keys` [lanes, GUESSES] come filled with -1 and 0. TAIL is WIDTH rounded up
-    to a power of two. `ends` [lanes, LONGEST] gets the last tokens, -2 where there are none.
+    They go to `found` [lanes, GUESSES, WIDTH - 1], padded with -1, and their key lengths to `keys` [lanes, GUESSES],
+    padded with 0. TAIL is WIDTH rounded up to a power of two. `ends` [lanes, LONGEST] gets the last tokens, -2 where
+    there are none.
     """
     lane = tl.program_id(0).to(tl.int64)
     runs += lane * (SIZE + 1) * WIDTH
@@ -665,7 +667,7 @@ def prolonged(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
     RECYCLE: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One n-gram of one lane as nodes. RECYCLE: if it is too short, it is continued by another one.
+    """One n-gram of one lane as nodes. RECYCLE: where it ends too early, other n-grams continue it.
 
     `paths_so_far` [lanes, GUESSES, LONGEST + LENGTH] has the sequence's last tokens, then the n-gram's.
     """
@@ -967,8 +969,8 @@ def _mass(score, whole):
 def _border(sums, states, row, parts, PARTS: tl.constexpr):
     """The result of one pass of `sift` for a row.
 
-    The threshold's digits so far, how much is still wanted after everything above it, and by part the sum of what has
-    these digits.
+    Returns the threshold's digits so far, how much of the limit is left below them, and for each part the sum over
+    scores with these digits.
     """
     part, digit = tl.arange(0, PARTS), tl.arange(0, DIGITS)
     of = (row * parts + part[:, None]) * DIGITS + digit[None, :]

@@ -1,4 +1,4 @@
-"""Lanes with their KV slots, so that a step can keep what it accepts without the host."""
+"""Lanes with their KV slots: a step keeps the accepted ones without the host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lanes(Texts):
         self.limits[lane].fill_(limit)
 
     def active(self) -> torch.Tensor:
-        """[lanes] whether the lane is active."""
+        """[lanes] whether the lane's sequence may still grow."""
         return self.lengths < self.limits
 
     def slots_for(self, rows: Rows, scratch: int) -> torch.Tensor:

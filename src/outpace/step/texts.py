@@ -10,10 +10,7 @@ from ..sending import put
 
 
 class Texts:
-    """The sequences of some lanes, as sources read them. A sequence's last token is not computed yet: it is row 0.
-
-    `among(lanes)` is a view of the first lanes, which shares all memory.
-    """
+    """The sequences of some lanes, as sources read them. A sequence's last token is not computed yet: it is row 0."""
 
     def __init__(self, lanes: int, length: int, device: torch.device | str) -> None:
         """Sequences of up to `length` tokens each."""
@@ -23,12 +20,12 @@ class Texts:
 
     @property
     def lanes(self) -> int:
-        """How many there are."""
+        """The number of lanes."""
         return len(self.lengths)
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the buffers."""
         return self.lengths.device
 
     @property
@@ -37,7 +34,7 @@ class Texts:
         return [self.tokens, self.lengths, self.seeds]
 
     def view(self, lanes: int, span: int) -> Texts:
-        """The first lanes, as far as their first `span` tokens."""
+        """A view of the first lanes and of their first `span` tokens; it shares all memory."""
         view = object.__new__(Texts)
         view.tokens, view.lengths, view.seeds = self.tokens[:lanes, :span], self.lengths[:lanes], self.seeds[:lanes]
         return view
