@@ -30,11 +30,11 @@ SEGMENTS = 4
 REPEATS = 7
 FEW, GLANCED = (1, 2, 4, 8, 16), 64  # rows and context length, for a glance
 PATIENCE = 0.5  # the longest step that a glance repeats, in seconds
-NEWS = 2048  # draft tokens counted between two stores
+NEWS = 2048  # draft tokens counted before the file is written again
 
 
 def folder() -> Path:
-    """Where cost curves are kept."""
+    """Where cost curves and acceptance counts are stored."""
     return user_cache_path("outpace") / "costs"
 
 
@@ -120,7 +120,7 @@ def measure(
 def glance(engine: Engine) -> CostCurve:
     """A quick cost curve from a few short steps, in about the time of twenty tokens.
 
-    The fastest of three runs counts; for a large model the only one. The caller must hold the engine's turn.
+    The fastest of three rounds counts; with a large model there is one round. The caller must hold the engine's lock.
     """
     length = min(GLANCED, engine.model.context - max(FEW) - 1)
     tokens = [token % engine.model.vocabulary for token in range(length + 1)]
@@ -147,7 +147,7 @@ def _steps(
     for turn in range(repeats + 1):
         for count in rows:
             spent = _step(engine, text, _comb(text.tokens[-1], count))
-            if turn:  # warm-up: prefills, compiles and captures
+            if turn:  # the first round prefills, compiles and captures
                 times[count].append(spent)
         done((turn + 1) / (repeats + 1))
     return tuple(statistics.median(times[count]) for count in rows)

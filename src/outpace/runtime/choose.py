@@ -37,8 +37,8 @@ def engine_for(
     `memory` is the share of the GPU's free memory for the KV cache, with CUDA graphs.
 
     With `exact`, logits have the same bits with every method and in every batch. On CUDA a forward pass then has up to
-    `exact_rows` rows (by default as many as our kernels take), or always as many, if the device needs that. This is
-    tested on the model first.
+    `exact_rows` rows (by default as many as our kernels take), or exactly that many if the device's bits depend on the
+    number. This is tested on the model first.
     """
     if not (isinstance(memory, (int, float)) and 0 < memory <= 1):
         raise InputError(f"memory={memory!r} is out of range: it must be above 0 and at most 1.")

@@ -41,7 +41,10 @@ class ExactEngine(Engine):
 
 
 def in_pieces(engine: Engine, texts: list[list[int]], read: int) -> torch.Tensor:
-    """The logits of the last text's end. So much of all texts together is read in pieces, the rest one by one."""
+    """The logits after the last tokens of the last text. All texts are computed in one batch.
+
+    The first `read` tokens are prefilled in chunks of PIECE, the rest one by one.
+    """
     found: list[torch.Tensor] = []
     with ExitStack() as stack:
         sequences = [stack.enter_context(engine.pool.sequence(text)) for text in texts]

@@ -30,12 +30,12 @@ class FixedStep:
         texts: int = 0,
         ahead: int = OWN,
     ) -> None:
-        """In exact mode rows reach up to `ahead` tokens beyond the text, OWN at most."""
+        """In exact mode rows attend to up to `ahead` tokens beyond the sequence, at most OWN."""
         self.pool = pool
         self.size = size
         self.on_gpu = pool.device.type == "cuda"
         self.exact = exact
-        width = max(2, ahead if exact else -(-size // 64))  # a width of 1 would be compiled apart
+        width = max(2, ahead if exact else -(-size // 64))  # a width of 1 would be compiled separately
         # Sizes that differ from each other are compiled as sizes that may change independently.
         self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
         tiles = size // self._tile + texts + 1 if texts else 3
@@ -58,7 +58,7 @@ class FixedStep:
         length, whose, table, tokens, positions, slots, tree = torch.split(self._box, parts)
         seen = (text, length, whose, table, positions, slots, tree.view(size, width))
         self.rows = FixedRows(tokens, positions, slots, SlotLists(*seen, span, self._tile, exact))
-        # Rows that come from the middle, or from the end, bring their hidden states.
+        # The input of rows that start after the first layer.
         self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
         self._graph: Any = None
         self._copied: Any = None  # tells when the last copy to the device is done
@@ -66,7 +66,7 @@ class FixedStep:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def _step(self) -> None:
-        """What is computed, on `rows` and `hidden`."""
+        """The computation, on `rows` and `hidden`."""
         raise NotImplementedError
 
     def compute(self) -> None:
@@ -75,7 +75,7 @@ class FixedStep:
             self._step()
 
     def capture(self, memory: Any) -> Any:
-        """Record the step, its memory from the pool `memory`. All rows write to the scratch slot meanwhile."""
+        """Capture the step, with the memory pool `memory`. All rows write to the scratch slot meanwhile."""
         self.warm_up()
         if not self.on_gpu:
             return None
@@ -86,7 +86,7 @@ class FixedStep:
         return graph.pool()
 
     def warm_up(self) -> None:
-        """Compile, and let libraries choose kernels, on a side stream, as captures need it."""
+        """Compile, and let libraries choose kernels, on a side stream, as a capture requires."""
         if not self.on_gpu:
             self.compute()
             return
@@ -134,7 +134,7 @@ class FixedStep:
             self._tree[:] = bits(among)
 
     def _place_lanes(self, each: int) -> None:
-        """Assign rows to sequences for good: `each` to the first, the next, and so on."""
+        """Assign rows to sequences for good, `each` to every sequence in turn."""
         texts = self.size // each
         self._whose[:] = np.repeat(np.arange(texts), each)
         starts = [start for text in range(texts) for start in range(text * each, (text + 1) * each, self._tile)]
@@ -159,7 +159,7 @@ class FixedStep:
         self._go()
 
     def _wait(self) -> None:
-        """The copy before this one may still be reading."""
+        """Wait until the last copy has read the host's buffer."""
         if self._copied:
             self._copied.synchronize()
 
@@ -193,7 +193,7 @@ class Clock:
         self._times.append(perf_counter())
 
     def wait(self) -> None:
-        """Until the device is there."""
+        """Wait until the device has done the work."""
         if self._events:
             self._events[1].synchronize()
 

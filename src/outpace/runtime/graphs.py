@@ -5,11 +5,11 @@ It computes a fixed number of rows (there are a few sizes; steps are padded) ove
 inputs of a step go to the device in one copy, and the best tokens come back in one.
 
 In exact mode a row has the same bits whatever other rows are in the batch, so the logits of an accepted draft token are
-bit for bit those of plain decoding in the same mode. If a device computes products of few rows differently from those
-of many, all steps have one size, and sequences take turns. A draft deeper than exact attention supports
+bit for bit those of plain decoding in the same mode. If a device's matrix products have other bits for few rows than
+for many, all steps have one size, and sequences take turns. A draft deeper than exact attention supports
 (`attention.OWN`) is computed in several forward passes.
 
-There are graphs for rows of several sequences too.
+A graph may also compute rows of several sequences.
 
 If the host is not needed in a step, whole steps run as programs (`program.py`), launched one step ahead.
 """
@@ -43,7 +43,7 @@ from .program import LANES, Program
 SIZES = (2, 8, 16, 32, 64, 128, 256)  # rows of a graph; a single row would be compiled separately
 READING = 512  # prefill rows of one sequence at a time
 LARGE = (384, 512, 768, 1024)  # further sizes of prefill graphs
-RIDERS = 64  # prefill tokens that may go along with a draft
+RIDERS = 64  # prefill tokens that may be computed in one pass with a draft
 FIRST_SPAN = 1024
 PRIME = 11
 TEXTS = (4, 16, 64)  # batch sizes of graphs for several sequences
@@ -62,7 +62,7 @@ class GraphEngine(Engine):
     def __init__(
         self, model: Any, compiled: bool = True, exact_rows: int = 0, capacity: int = 0, memory: float = MEMORY
     ) -> None:
-        """With a pool of `capacity` slots, or as many as fit in the share `memory` of the device's free memory."""
+        """With a pool of `capacity` slots; 0: as many as fit in the share `memory` of the device's free memory."""
         super().__init__(model)
         self.pool = Pool(model.device, capacity or affordable(model, memory), fixed=True)
         self.exact = exact_rows > 0
@@ -74,11 +74,11 @@ class GraphEngine(Engine):
         # By rows, context length, layers, owner of the question, batch size (0: unbatched), and whether for prefill.
         self._graphs: dict[tuple[int, int, tuple[int, int], Hashable, int, bool, tuple[int, ...]], _Graph] = {}
         self._memory: Any = None  # one memory pool for all graphs: they never run at the same time
-        # On the device: lists of slots, and whose they are.
+        # Slot lists on the device, and the sequence of each.
         longest = min(self.pool.capacity, model.context)
         self._texts = torch.zeros(LINES, longest, dtype=torch.long, device=self.pool.device)
         self._readers: list[Sequence | None] = [None] * LINES
-        # By method and by the costs that it was sized with, the newest last.
+        # With the method and the costs that it was sized by; newest last.
         self._programs: list[tuple[Any, CostCurve | None, Program]] = []
         self._read = False  # whether any sequence was prefilled
         self._alone = False  # whether sequences take turns, because their bits differ in a batch
@@ -140,7 +140,7 @@ class GraphEngine(Engine):
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.pool.device)
             reason = (
-                f"no memory for a graph of {size} rows of {texts} texts ({free >> 20} of {total >> 20} MiB are free)"
+                f"no memory for a graph of {size} rows, batch size {texts} ({free >> 20} of {total >> 20} MiB are free)"
             )
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
@@ -163,9 +163,9 @@ class GraphEngine(Engine):
             self._prepare(size, span, (0, self.model.layers), packed)
 
     def readings(self, texts: int, longest: int) -> list[Callable[[], None]]:
-        """Functions that make the prefill graphs, one by one; otherwise their first use waits.
+        """Functions that each make a prefill graph; otherwise it is made at first use.
 
-        They are for prompts up to this length, of one sequence and of up to so many.
+        They are for prompts up to `longest`, of one sequence and of up to `texts` together.
         """
         counts = [0, *(count for count in TEXTS if count < 4 * texts)] if self.most_texts > 1 and texts > 1 else [0]
         sizes = [*dict.fromkeys(self._reading_sizes())]
@@ -180,7 +180,7 @@ class GraphEngine(Engine):
     def _make_reading(self, size: int, span: int, texts: int) -> None:
         self._make_storage()
         try:
-            if size in self._reading_sizes():  # memory is left for it
+            if size in self._reading_sizes():  # not dropped for lack of memory
                 self._graph(size, span, texts=texts, reads=True)
         except _NoGraph as error:
             warnings.warn(str(error), OutpaceWarning, stacklevel=2)
@@ -207,7 +207,7 @@ class GraphEngine(Engine):
         hidden: torch.Tensor | None = None,
         question: Question | None = None,
     ) -> Output:
-        """Logits are there when the last layer has run."""
+        """As in Engine, by a CUDA graph if there is one."""
         self._make_storage()
         whole = start == 0 and stop is None
         reads = whole and not logits
@@ -228,12 +228,12 @@ class GraphEngine(Engine):
         if self.exact and any(work.logits and _reach(work.rows) > OWN for work in works):
             return [_copy(work.do()) for work in works]
         outputs = self._run_packed(works)
-        if outputs is None:  # with a dense mask, then
+        if outputs is None:  # without a graph: a dense mask
             return super().run(works)
         return [*outputs]  # with slot lists, a NaN cannot spread to other sequences
 
     def _run_packed(self, works: Items[Work]) -> list[Output] | None:
-        """By a graph; None if there is none."""
+        """Batched, by a graph; None if there is none."""
         start, stop, parts = works[0].start, works[0].stop, [work.rows for work in works]
         self._make_storage()
         lines = self._lines_for([work.sequence for work in works])
@@ -261,9 +261,9 @@ class GraphEngine(Engine):
         hidden: torch.Tensor | None,
         question: Question | None,
     ) -> Output:
-        """In parts, if there are more rows than the graph takes, or if they are deeper than OWN.
+        """Compute rows, in parts if there are more than a graph takes or if they are deeper than OWN.
 
-        A row's ancestors are never in a later part. Those OWN and more before it count as part of the sequence.
+        A row's ancestors are never in a later part. Those above the last multiple of OWN count as part of the sequence.
         """
         tails, past, count = rows.tails(), len(rows.text), len(rows)
         parts = list[tuple[Numbers, Output]]()
@@ -284,8 +284,8 @@ class GraphEngine(Engine):
         """Whether rows have the same bits in a draft tree, one by one, and with other prefill chunks.
 
         If bits differ only in batches, sequences take turns from then on. The test uses row counts of every case that
-        kernels distinguish. It cannot show everything: without compiled layers, torch's norms sum differently for other
-        row counts, which is rarely visible. So then all steps must have one size.
+        kernels distinguish. It cannot find everything: without compiled layers, the order of summation in torch's norms
+        depends on the number of rows, which rarely changes a bit. So then all steps must have one size.
         """
         text = [token % self.model.vocabulary for token in range(7, 7 + 3 * 41, 3)]
         answer = [token % self.model.vocabulary for token in (11, 5, 29, 17)]
@@ -421,7 +421,7 @@ class GraphEngine(Engine):
                 for rows in {PRIME, size, *(self._tried() if self.exact and not texts else ())}:
                     _Graph(*places, rows, span, last, False, self.exact, None, texts).compute()
             self._compile_layers()
-            # Compiled first for a row count that is no other size in the model, layers work for all row counts.
+            # If first compiled for a row count that equals no other size of the model, layers work for all row counts.
             _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
         finally:
             ahead.wait()  # nothing else may run while a graph is captured
@@ -467,7 +467,7 @@ class GraphEngine(Engine):
 
 
 def affordable(model: Model, share: float) -> int:
-    """How many slots fit in a share of the device's free memory; at most what all lanes can need."""
+    """How many slots fit in a share of the device's free memory; at most as many as all lanes can use."""
     trial = Pool(model.device, capacity=16)
     with trial.sequence([0, 0]) as sequence:
         model.forward(trial, trial.place(sequence, chain(0, (), "")), logits=0)
@@ -562,7 +562,7 @@ def _reach(rows: Rows) -> int:
 
 
 def _parts(tails: Numbers, depths: Numbers, most: int) -> Iterator[tuple[int, Numbers]]:
-    """Rows that exact attention can do together, `most` at a time; and how many of their ancestors count as text."""
+    """Rows that exact attention can compute together, up to `most`, and how many of their ancestors count as text."""
     steps = depths // OWN * OWN
     for before in sorted({*steps.tolist()}):
         groups: dict[tuple[int, ...], list[int]] = {}

@@ -19,13 +19,13 @@ from .turns import Turns
 T = TypeVar("T")
 
 See: TypeAlias = "Callable[[torch.Tensor], None]"
-"""Shown hidden states [rows, width]; they are good until it returns."""
+"""Receives hidden states [rows, width], which are valid until it returns."""
 
 
 class Question(NamedTuple):
     """A function of the last row's hidden state after some layers, computed in the same run."""
 
-    owner: Hashable  # identifies the function: those of one owner are the same
+    owner: Hashable  # identifies the function: one owner, one function
     function: Callable[[torch.Tensor], torch.Tensor]  # of its hidden state [1, width]
 
 
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
         return self.program.turn([self.place])[0]
 
     def goes_with(self, other: Work | Turn) -> bool:
-        """Whether the two are taken together, as sequences of one program are."""
+        """Whether both are of one program, whose sequences step together."""
         return isinstance(other, Turn) and self.program is other.program
 
 
@@ -115,7 +115,7 @@ class Engine:
         return self.most_rows if self.model.packs else 1
 
     def reading(self, sequence: Sequence) -> tuple[int, int]:
-        """Prefill tokens per forward pass, and those that may go along with a draft."""
+        """Prefill tokens per forward pass, and how many of them may share a pass with a draft."""
         return self.model.chunk, self.model.chunk
 
     @property
@@ -203,7 +203,7 @@ class Engine:
 
 
 def together(works: Items[Work | Turn]) -> Items[Any]:
-    """The replies to work that is done together."""
+    """Do work that can be batched, and return the replies."""
     first = works[0]
     if isinstance(first, Turn):
         replies: list[Any] = first.program.turn([work.place for work in works if isinstance(work, Turn)])

@@ -39,7 +39,7 @@ GROUPS = (1, 4, 16, 64)  # batch sizes of graphs
 ROWS = 64  # rows that several lanes share: this many cost little more than one
 PROMPTS = (8, 32, 64, 128, 256, 512, 1024)  # prefill chunk of heads
 PACE = 0.1  # smoothing of tokens per step
-RARE = 3  # times the mean: tokens that a step hardly brings
+RARE = 3  # a step hardly ever gives this many times the mean number of tokens
 
 
 class Stepped(NamedTuple):
@@ -72,9 +72,9 @@ class Place:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it will hardly end with the step that is in flight, so that the next one can be launched ahead.
+        """Whether it is unlikely to end with the step in flight, so that the next one may be launched ahead.
 
-        A step in vain takes as long as any other; one that is not launched ahead only waits for the host.
+        A wasted step takes as long as any other; one that is not launched ahead only waits for the host.
         """
         return self.length + 1 + RARE * (self.pace - 1) < self.limit
 
@@ -210,7 +210,7 @@ class Program:
         grown = max(limit - len(sequence.tokens), 0)
         pool, needed = self.engine.pool, behind + grown + self.margin
         if more is None and pool.held + needed > pool.capacity:
-            return None  # no explicit limit: let the host allocate slots as needed
+            return None  # no explicit limit: the host decodes it, and allocates slots as needed
         sequence.reserved = pool.allocate(needed)
         place = Place(limit, self.sizes.begin(), prediction)
         kind = (_group(len(self._places) + 1), self._span(limit), self._needs(place) | needs_of(sampling))

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from ..step.chances import CUTS
 
 Expected: TypeAlias = "Sequence[float]"
-"""[EXPECTED] what trees of so many rows may bring: see `nodes.plant`."""
+"""[EXPECTED] expected tokens of trees of different sizes: see `nodes.plant`."""
 
 HOPE = [1.0 + 0.25 * place for place in range(len(CUTS))]  # expected tokens where nothing is known yet
 RATE = 0.1  # smoothing of a sequence's expected tokens
@@ -20,7 +20,7 @@ SLOWLY = 0.01  # smoothing of the prior for new sequences
 WAIT = 8  # one-row steps before the largest is tried again
 LONGEST = 128  # the same, after repeated failures
 TIMING = 0.1  # smoothing of step times
-BOLD = 1.1  # smaller steps must be this much faster: rejected rows teach recycling too
+BOLD = 1.1  # smaller steps must be this much faster: recycling learns from rejected rows too
 DOUBT = 0.15  # steps without costly sources must be this much faster, for one sequence: see `_certain`
 TRIED = 12  # the least steps with them before a sequence drops them
 AGAIN = 8  # unbatched sequences before they are tried again, if they did not pay
@@ -131,7 +131,7 @@ class Sizes:
         self._spared = 0  # consecutive sequences started without them
 
     def begin(self) -> Gains:
-        """A sequence starts."""
+        """The statistics that a new sequence starts with."""
         return Gains(self._before)
 
     def end(self, gains: Gains, steps: int, tokens: int) -> None:
@@ -172,7 +172,7 @@ class Sizes:
         self._rested[kind] = ms
 
     def timed(self, kind: Hashable, ms: float) -> None:
-        """A step of this kind took this long. Ignored if it waited for something else."""
+        """A step of this kind took this long. Outliers, which waited for something else, are ignored."""
         known = self._ms.get(kind)
         if known is None or ms < known:
             self._ms[kind] = ms if known is None else known + 3 * TIMING * (ms - known)

@@ -147,7 +147,7 @@ class Whole(_Trees):
         return source.guess(self.texts, room)
 
     def _score(self) -> Any:
-        """In parts, if all forward passes have one size; a row's ancestors are never in a later part."""
+        """Run the target, in parts if all forward passes have one size; a row's ancestors are never in a later part."""
         engine = self.program.engine
         most = engine.sizes[0] if engine.one_size else self.size
         if self.size <= most:
@@ -286,7 +286,7 @@ class _Heads(FixedStep):
         _show(self.rows.lists.tree, causal)
 
     def read(self, before: torch.Tensor, kept: Walk, hidden: torch.Tensor) -> None:
-        """Rows [lanes, deepest + 1] that were accepted after `before` tokens."""
+        """Feed the rows [lanes, deepest + 1] that were accepted after `before` tokens."""
         if self.fused:
             index, last = fused.follow(
                 kept, before, self.lanes, self.rows, self.each, hidden.shape[1], self.pool.scratch

@@ -70,7 +70,7 @@ class Turns:
         self._settle()
 
     def _settle(self) -> None:
-        # Either the lock is free, or its holder gets here after us.
+        # If the lock is taken, its holder comes here when it is done.
         while self._ended and self._thread != get_ident() and self._lock.acquire(blocking=False):
             self._thread = get_ident()
             try:

@@ -1,8 +1,7 @@
 """Training data: the target's own answers to prompts, generated once and used by every kind of heads.
 
-Heads must guess what the target writes, so they learn from nothing else. Half of the answers are greedy, the others
-sampled, each at a temperature of its own. They are kept in files of one batch each; a run that was stopped goes on with
-the next batch.
+Heads predict what the target generates, so they learn from nothing else. Half of the answers are greedy, the others
+sampled, each at its own temperature. Each batch is stored in a file; an interrupted run continues with the next batch.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from ..sending import move
 from .team import Team
 
 LONGEST_PROMPT = 1600
-USUAL = 768  # tokens of a text with its answer; where texts are longer, fewer are written at a time
-GREEDY = 0.5  # of the answers; the others have a temperature of WARM
-WARM = (0.3, 1.1)
-HELD_OUT = ("held-out", "held-out-more")  # folders: answers to prompts as given, and to those made of them
+USUAL = 768  # tokens of prompt and answer; batches of longer ones are smaller
+GREEDY = 0.5  # the share of greedy answers
+WARM = (0.3, 1.1)  # the range of temperatures of the others
+HELD_OUT = ("held-out", "held-out-more")  # folders: answers to given prompts, and to derived ones
 FIELDS = ("prompt", "question", "instruction")
 CODE = "utf-8-sig"  # some editors begin a file with a byte order mark
 
@@ -40,7 +39,7 @@ class Text:
     """One prompt and the target's answer to it."""
 
     tokens: torch.Tensor  # [length]
-    prompt: int  # so many first tokens are the prompt
+    prompt: int  # the length of the prompt
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -87,7 +86,7 @@ def write_answers(
 ) -> None:
     """Generate answers to all prompts in batches, one file per batch. Batches that have a file are skipped.
 
-    The processes of a team do some of the batches each, and wait for each other at the end.
+    The processes of a team share the batches, and wait for each other at the end.
     """
     team = team or Team()
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def write_answers(
         batches.append(fitting[:most])
         fitting = fitting[most:]
     order = list(range(len(batches)))
-    random.Random(seed).shuffle(order)  # a run that is cut short has seen prompts of all lengths
+    random.Random(seed).shuffle(order)  # an interrupted run has answers to prompts of all lengths
     for done, number in team.share(enumerate(order)):
         show(done, len(batches))
         file = folder / f"answers-{number:04}.safetensors"

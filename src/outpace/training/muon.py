@@ -1,6 +1,6 @@
-"""Muon: gradient descent for matrices, with steps that are nearly orthogonal.
+"""Muon: gradient descent for matrices, with nearly orthogonal updates.
 
-torch has it too, but always multiplies in bfloat16, which takes seconds a matrix on processors without it.
+torch's own always multiplies in bfloat16, which takes seconds per matrix on CPUs without bfloat16 instructions.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that brings singular values near to 1 in five rounds
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that brings singular values close to 1 in five rounds
 ROUNDS = 5
-AS_ADAM = 0.2  # the mean size of an entry of a step, as AdamW's steps have it: rates carry over
+AS_ADAM = 0.2  # the RMS of an update, which matches AdamW's, so learning rates carry over
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, nearly orthogonalized. Matrices of one shape are processed together."""
+    """The optimizer. Matrices of one shape are updated together."""
 
     def __init__(self, matrices: Iterable[torch.Tensor], lr: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})

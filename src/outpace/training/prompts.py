@@ -1,6 +1,6 @@
 """More prompts, derived from given ones and the target's answers: turns, translations, summaries, passages.
 
-Heads that learn from first answers to short prompts alone guess badly behind long texts and in later turns.
+Heads trained only on first answers to short prompts predict badly after long texts and in later turns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-GRAM = 13  # words in a row that two prompts must not share, where one is held out
+GRAM = 13  # consecutive words that a prompt must not share with a held-out one
 LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese", "Dutch")
 NEXT = (
     "Can you explain that in simpler words?",
@@ -94,7 +94,7 @@ def _turn(known: Sequence[Exchange], rng: random.Random) -> Prompt:
 
 
 def _translation(known: Sequence[Exchange], rng: random.Random) -> Prompt:
-    """Into a language or from it; where there is a translation already, it is translated back."""
+    """A sentence to translate into a language, or a translation to translate back."""
     foreign = [each for each in rng.sample(known, min(len(known), 64)) if each.prompt.startswith(_OPENINGS)]
     if foreign and rng.random() < 0.5:
         prompt, answer = foreign[0]

@@ -28,9 +28,9 @@ from .team import Team
 from .trainer import Plan, Trainer, noted_interrupts
 
 CHECKPOINT = "checkpoint.pt"  # in the folder of a training, until it is finished
-TREE = 256  # nodes that are stored
-ON_CPU, MOST = 256, 4096  # answers at a time: on a CPU, and at most
-ROWS = 64  # of the tree whose speed is estimated
+TREE = 256  # nodes of the stored tree
+ON_CPU, MOST = 256, 4096  # batch size of answers: on a CPU, and at most
+ROWS = 64  # of the tree whose speedup is estimated
 Show = Callable[[float, str], None]
 
 
@@ -38,12 +38,12 @@ Show = Callable[[float, str], None]
 class Answers:
     """Which answers to train on."""
 
-    held_out: int = 256  # prompts kept back, answered greedily: accuracies are measured on them
-    rounds: int = 1  # each round answers all prompts once more, sampled otherwise
-    more: float = 0.5  # for each prompt so many that are made from prompts and answers: turns, translations, summaries
-    batch: int = 0  # answers that are written at a time; 0: as many as there is memory for, or 256 on a CPU
+    held_out: int = 256  # prompts to measure accuracies on, answered greedily
+    rounds: int = 1  # each round answers all prompts again, with another seed
+    more: float = 0.5  # prompts derived from prompts and answers, per prompt: turns, translations, summaries
+    batch: int = 0  # batch size; 0: as many answers as there is memory for, or 256 on a CPU
     new_tokens: int = 256
-    minutes: float = 0.0  # stop answering after so long; 0: when all prompts are answered
+    minutes: float = 0.0  # the most time for answers; 0: until all prompts are answered
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Texts(NamedTuple):
 
     learnt: list[Text]
     held_out: list[Text]
-    judged: list[Text]  # answers to prompts of another file, on which heads are measured as well
+    judged: list[Text]  # answers to the prompts of --judge, on which accuracies are measured too
 
 
 def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -> Heads:
@@ -113,7 +113,7 @@ def answers(
     rest = [prompt for prompt in distinct(shuffled[how.held_out :], apart) if isinstance(prompt, str)]
     if not rest:
         raise InputError(
-            "every prompt is a duplicate, or shares 13 consecutive words with a held-out or --judge prompt. Add more."
+            "every prompt equals a held-out or --judge prompt, or shares 13 consecutive words with one. Add more."
         )
     if not how.batch:
         how = replace(how, batch=fitting_batch(model))
@@ -205,7 +205,7 @@ def fitting_batch(model: Any) -> int:
 
 
 def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The token ids of many prompts, as from `Decoder.encode`; without a chat template, of the texts as they are."""
+    """The token ids of many prompts, as from `Decoder.encode`; without a chat template, those of the plain text."""
     if not getattr(decoder.tokenizer, "chat_template", None):
         said = [[prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt] for prompt in prompts]
         return [decoder.encode("\n\n".join(turns), raw=True) for turns in said]
@@ -215,7 +215,7 @@ def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def _claim(folder: Path, about: Mapping[str, Any]) -> None:
-    """Record how the answers in a folder are made; refuse a folder with others."""
+    """Record how the answers in a folder are made; reject a folder with answers made differently."""
     note = folder / "about.json"
     text = json.dumps(about, indent=1, sort_keys=True)
     try:
@@ -232,9 +232,9 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def open_out(out: Path, resume: bool, guarded: Sequence[str] = ()) -> Path:
-    """The checkpoint file of a training, in a folder that exists and is not another training's.
+    """The checkpoint file of a training in the folder `out`, which is created if it is missing.
 
-    Finished heads of the `guarded` kinds must not be there.
+    Raises InputError for another training's folder, or one with finished heads of the `guarded` kinds.
     """
     checkpoint = out / CHECKPOINT
     if checkpoint.exists() and not resume:
@@ -258,11 +258,9 @@ class Trained(NamedTuple):
     """The result of a training: accuracies by kind, [heads, ranks]."""
 
     held_out: dict[str, torch.Tensor]
-    judged: dict[str, torch.Tensor]  # on answers to prompts of another file
-    confidence: dict[str, list[list[float]]]  # of kinds that have one: see `Trainer.confidence`; on those, if any
-    speed: dict[
-        str, tuple[float, float]
-    ]  # tokens per step that are to be expected, and the speed, plain decoding being 1
+    judged: dict[str, torch.Tensor]  # on answers to the prompts of --judge
+    confidence: dict[str, list[list[float]]]  # of kinds that have one, on `judged` if given: see `Trainer.confidence`
+    speed: dict[str, tuple[float, float]]  # expected tokens per step, and speedup over plain decoding
 
 
 def train(
@@ -280,7 +278,7 @@ def train(
     bits: int = 16,
     earlier: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Trained:
-    """Train heads together and write each to its folder in `out`. `earlier`: how they were trained before, by kind."""
+    """Train heads together and write each kind to its folder in `out`. `earlier`: how they were trained before."""
     checkpoint = open_out(out, resume)
     trainer = Trainer(model, adapted.norm, adapted.ends(), heads, plan, team)
     if checkpoint.exists():
@@ -332,9 +330,9 @@ def _rounded(numbers: torch.Tensor) -> list[list[float]]:
 
 
 def expected_speed(accuracies: Sequence[Sequence[float]], weights: float) -> tuple[float, float]:
-    """Tokens a step, and the speed where plain decoding is 1, if steps take as long as it takes to read all weights.
+    """Tokens per step and speedup over plain decoding, of a tree of ROWS rows, if a step costs reading all weights.
 
-    `weights`: how many the heads have for each of the target's. For a tree of ROWS rows, on texts like the held-out.
+    `weights` is the number of the heads' weights relative to the target's.
 
     >>> expected_speed([[0.5], [0.5]], 0.25)
     (1.75, 1.4)

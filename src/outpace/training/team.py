@@ -23,7 +23,7 @@ class Team:
     def __init__(self) -> None:
         self._state: Any = PartialState(cpu=not torch.cuda.is_available())
         self.number, self.count = int(self._state.process_index), int(self._state.num_processes)
-        self.leads = bool(self._state.is_main_process)  # it writes what is written once
+        self.leads = bool(self._state.is_main_process)  # it writes the files
 
     @property
     def device(self) -> str | None:

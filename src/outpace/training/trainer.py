@@ -1,7 +1,7 @@
 """Trains heads on the target's own answers. Several kinds train together and share the target's forward pass.
 
-A head learns the target's whole distribution at its position (soft cross-entropy), not its choice alone. With a
-vocabulary of 49,152, logits are by far the largest thing here, so the loss goes through the positions in chunks.
+A head learns the target's whole distribution at its position (soft cross-entropy), not just its choice. Logits are by
+far the largest tensors here, so the loss is computed in chunks of positions.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .data import Batch, Text, batches
 from .muon import Muon
 from .team import Team
 
-CHUNK = 8192  # positions whose logits are there at a time
-RANKS = 10  # guesses of a head that are counted
-POINTS = 8  # of the curve of accuracies by time
-MEASURED = 65536  # held-out places that accuracies are measured on
-EXAMPLES = 32  # for each number of a state: positions that heads are fitted to before training
+CHUNK = 8192  # positions whose logits are in memory at a time
+RANKS = 10  # top tokens of a head whose accuracy is counted
+POINTS = 8  # of the curve of accuracies over time
+MEASURED = 65536  # held-out positions that accuracies are measured on
+EXAMPLES = 32  # positions that heads are fitted to before training, per dimension of a hidden state
 
 
 @dataclass(frozen=True)
 class Plan:
     """How to train.
 
-    updates or minutes: when to end; the learning rate falls to zero towards it.
+    updates or minutes: when to end; the learning rate decays to zero by then.
     tokens: of one update. rate: of matrices, which Muon trains; vector_rate: of all else, which AdamW trains.
-    weight: of each head relative to the one before it. hard: share of the loss that asks for the target's choice alone.
+    weight: of each head's loss, relative to the head before. hard: share of the loss against the target's choice alone.
     """
 
     updates: int = 0
@@ -92,7 +92,7 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
         pressed = True
         signal.signal(signal.SIGINT, before)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone is told
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)
@@ -134,10 +134,10 @@ class Trainer:
         stopping: Callable[[], bool] = lambda: False,
         fit: bool = True,
     ) -> None:
-        """Train until the plan's end. `show` is told the share done and the losses; `fit` new heads beforehand.
+        """Train until the plan's end. `show` gets the share done and the losses; `fit`: new heads are fitted first.
 
-        Where it is `stopping`, it saves a checkpoint after the update that runs, and raises KeyboardInterrupt.
-        On the way it is measured a few times how often guesses are right on held-out texts.
+        When `stopping` returns True, it saves a checkpoint after the current update and raises KeyboardInterrupt.
+        Accuracies on the held-out answers are measured a few times on the way.
         """
         if self.progress.update == 0 and fit:
             for part in self.heads.values():
@@ -197,7 +197,7 @@ class Trainer:
     def _compute(self, tokens: torch.Tensor) -> _States:
         """The target's forward pass, once for all heads."""
         layers = sorted({layer for part in self.heads.values() for layer in part.reads})
-        with without_cudnn():  # which plans anew for every length
+        with without_cudnn():  # it would make a new plan for every length
             return _States(*states_behind(self.model, self.norm, tokens, layers))
 
     def _update(self, batch: Batch) -> None:
@@ -209,7 +209,7 @@ class Trainer:
         self._note(self._backward(leaves, target.final, rows, weights, chance))
         for name, optimizers in self.optimizers.items():
             for found, leaf in zip(learnt[name], leaves[name], strict=True):
-                if found.requires_grad and leaf.grad is not None:  # else all that learns lies behind the states
+                if found.requires_grad and leaf.grad is not None:  # otherwise nothing trained precedes the states
                     torch.autograd.backward(found, leaf.grad)
             self.team.average(weight.grad for weight in self.heads[name].parameters() if weight.grad is not None)
             torch.nn.utils.clip_grad_norm_(self.heads[name].parameters(), self.plan.clip)
@@ -232,7 +232,7 @@ class Trainer:
     def _weights(self, batch: Batch) -> dict[str, torch.Tensor]:
         """By name [heads, places] loss weights.
 
-        A head that guesses `ahead` does so for a place p from p - ahead: not from before the prompt's end.
+        A head predicts the token at p from p - ahead; the weight is 0 if that is before the prompt's end.
         """
         found = {}
         for name, part in self.heads.items():
@@ -250,7 +250,7 @@ class Trainer:
     ) -> dict[str, torch.Tensor]:
         """By name [heads] losses; gradients accumulate in `learnt`.
 
-        Where there are several chunks of places, a head of less weight learns from as many fewer of them.
+        If there are several chunks of positions, a head of less weight learns from proportionally fewer of them.
         """
         totals = {name: torch.zeros(part.count, device=self.device) for name, part in self.heads.items()}
         order = torch.arange(len(rows), device=self.device)
@@ -270,7 +270,7 @@ class Trainer:
         }
         for number in range(chunks):
             chosen = order[number * self.chunk : (number + 1) * self.chunk]
-            missing = self.chunk - len(chosen)  # a last chunk is filled up: one size is compiled once
+            missing = self.chunk - len(chosen)  # the last chunk is padded: one size, compiled once
             chosen = F.pad(chosen, (0, missing))
             aim = self._aim(hidden, rows[chosen])
             for name, part in self.heads.items():
@@ -306,7 +306,7 @@ class Trainer:
     def _learnt(
         self, part: Heads, target: _States, tokens: torch.Tensor, rows: torch.Tensor, chance: torch.Generator | None
     ) -> _Learnt:
-        """The heads' outputs for whole sequences: matrix products in bfloat16, everything else in float32."""
+        """The heads' outputs for whole sequences. On CUDA matrix products are in bfloat16, the rest in float32."""
         with self._mixed(), without_cudnn():
             hidden, embedded = target.of(part).float(), self.ends.embed(tokens).float()
             behind = rows - part.ahead[0]
@@ -335,7 +335,7 @@ class Trainer:
             return part.logits(states[None], self.ends, head)[0]
 
     def _note(self, losses: dict[str, torch.Tensor]) -> None:
-        """Store the losses of an update, and read those of the update before: so nothing waits for the device."""
+        """Store the losses of an update, and read those of the update before, so that nothing waits for the device."""
         unread, self._unread = self._unread, losses
         for name, found in unread.items():
             now = found.tolist()
@@ -389,7 +389,7 @@ class Trainer:
     def accuracies(self, texts: Sequence[Text], most: int = MEASURED) -> dict[str, torch.Tensor]:
         """By name [heads, ranks]: how often the token of each rank is the target's choice, at up to `most` positions.
 
-        Heads that know the token before are given the right one.
+        Heads conditioned on the token before get the right one.
         """
         hits = {name: torch.zeros(part.count, RANKS, device=self.device) for name, part in self.heads.items()}
         counts = {name: torch.zeros(part.count, 1, device=self.device) for name, part in self.heads.items()}
@@ -418,9 +418,9 @@ class Trainer:
 
     @torch.no_grad()
     def confidence(self, name: str, texts: Sequence[Text]) -> list[list[float]]:
-        """[ten bins] of predictions by confidence: their number, mean confidence, and the share that survives.
+        """[ten bins of confidence] the number of predictions, their mean confidence, and the share that survives.
 
-        Predictions are those along the likeliest path; one survives where it and all before it are the target's choice.
+        Predictions are those along the most likely path; one survives if it and all before it are the target's choice.
         """
         part = self.heads[name]
         assert isinstance(part, BlockHeads)
@@ -490,7 +490,7 @@ class _Learnt(NamedTuple):
     """The heads' outputs at the positions that they are trained on."""
 
     states: torch.Tensor  # [heads, places, width] what the output head reads
-    doubts: torch.Tensor  # [heads, places] what it says of the confidence, if they have one
+    doubts: torch.Tensor  # [heads, places] the heads' part of the confidence, if they have one
 
     def leaves(self) -> _Learnt:
         """Detached copies that collect gradients."""
@@ -508,7 +508,7 @@ class _States(NamedTuple):
     """The target's hidden states of whole sequences [texts, length, width]."""
 
     final: torch.Tensor  # after the last layer
-    behind: dict[int, torch.Tensor]  # after so many layers, where heads read them
+    behind: dict[int, torch.Tensor]  # after this many layers, as heads need
 
     def of(self, part: Heads) -> torch.Tensor:
         """The states that these heads read."""
@@ -527,7 +527,7 @@ def _loss(logits: torch.Tensor, chances: torch.Tensor, best: torch.Tensor, hard:
 
 
 def _two(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's best token, and the log probabilities [rows, 2] of it and the second: faster than topk."""
+    """Each row's best token, and the log probabilities [rows, 2] of the best two; faster than topk."""
     logits = logits.float()
     first, best = logits.max(-1)
     second = logits.scatter(-1, best[:, None], -torch.inf).amax(-1)
