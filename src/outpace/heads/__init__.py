@@ -11,7 +11,7 @@ from .medusa import MedusaHeads, MedusaSettings
 
 KINDS: dict[str, type[Heads]] = {kind.kind: kind for kind in (MedusaHeads, HydraHeads, AmphistaHeads, BlockHeads)}
 TRAINABLE: dict[str, type[Heads]] = {**KINDS, ExitHeads.kind: ExitHeads}
-"""KINDS follow a text and guess ahead of it; exits stand inside the target."""
+"""KINDS predict beyond the target's next token; exits predict that token at a middle layer."""
 
 __all__ = [
     "KINDS",

@@ -76,8 +76,8 @@ class AmphistaHeads(Heads):
     ) -> list[torch.Tensor]:
         """The target's hidden states and those after each stage, all [..., length, width].
 
-        A target's states may be so large that nothing of ordinary size added to them has an effect. The final norm
-        removes their scale anyway, so it is removed first.
+        A target's states may be so large that adding anything of ordinary size has no effect. The final norm removes
+        their scale anyway, so it is removed first.
         """
         adapted = [F.rms_norm(hidden, hidden.shape[-1:], eps=self.shape.eps)]
         angles = rotary(positions, self.shape, hidden.dtype)
@@ -113,7 +113,7 @@ class AmphistaHeads(Heads):
 
 
 class _Stage(nn.Module):
-    """One stage of adaptation. It starts as a block on the states alone; training brings in the token."""
+    """One stage of adaptation. Before training it is a block on the states alone, without the token."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _Listed(Memory):
 
 
 def _take_over(mine: nn.Module, theirs: nn.Module) -> None:
-    """Copy all weights if the two have the same shape; otherwise leave mine as it is."""
+    """Copy all weights if their names and shapes are the same; otherwise leave `mine` as it is."""
     weights = theirs.state_dict()
     if {name: weight.shape for name, weight in weights.items()} == {
         name: weight.shape for name, weight in mine.state_dict().items()

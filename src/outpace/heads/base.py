@@ -1,6 +1,6 @@
 """Draft heads: small trained modules that predict the next tokens from the target's hidden states.
 
-Position t is the last that the target has computed, so the token at t + 1 is chosen. Head k (from 0) predicts the token
+Position t is the last that the target has computed, so the token at t + 1 is known. Head k (from 0) predicts the token
 at t + 2 + k. Training uses every position of a sequence as t at once. Exits predict the token at t + 1, before the
 target's last layers have computed position t.
 """
@@ -66,11 +66,11 @@ class Heads(nn.Module):
 
     @property
     def count(self) -> int:
-        """How many heads there are."""
+        """The number of heads."""
         return self.settings.count
 
     def copied(self, device: torch.device, dtype: torch.dtype) -> Heads:
-        """A copy to draft with. These stay as they are, in float32, for training."""
+        """A copy to draft with. The originals stay unchanged, for training."""
         copy = type(self)(self.settings, self.shape).to(device, dtype)
         copy.load_state_dict(self.state_dict())
         return copy.eval()
@@ -108,10 +108,10 @@ class Heads(nn.Module):
     def fixed(
         self, ends: Ends, pool: Pool, layer: int, rows: FixedRows, hidden: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor:
-        """What a Follower does with new rows, unless the heads are sequential: feed them, and draft after some.
+        """What a Follower does with new rows, in static buffers, so that a CUDA graph can be captured.
 
-        [count, len(last), vocabulary] logits after the rows `last`. All tensors are static, so that a CUDA graph can be
-        captured. `rows.tokens` are the tokens after each row.
+        Returns logits [count, len(last), vocabulary] after the rows `last`. `rows.tokens` are the tokens after each
+        row. Not for sequential heads.
         """
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class Follower:
         self.ends = ends
 
     def feed(self, hidden: torch.Tensor, tokens: torch.Tensor, sequence: Sequence) -> None:
-        """The target has computed new positions: its hidden states there, and the token after each.
+        """Feed the target's hidden states at new positions, and the token after each.
 
         They are the last of the sequence's computed positions.
         """

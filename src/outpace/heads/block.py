@@ -1,9 +1,9 @@
 """Block: several tokens drafted in one pass, by layers that attend to the target's hidden states of several layers.
 
 c      at each position: the target's hidden states after some layers, scaled to unit size and mixed
-x_k    for place k: the target's last state at t, the embedded token at t + 1, and a learned embedding of the place
+x_k    for place k (a position to draft): the last state at t, the embedded token at t + 1, an embedding of the place
 layers each place attends to c of all positions up to t and to all other places, in both directions; then feed-forward
-pairs  condition a draft token on the one before: the places do not know each other's tokens, but the tree does
+pairs  condition a draft token on the one before it, which the place itself does not know
 
 A place's own logits come from norm(x_k). After token u at the place before they come from norm(x_k) + pair(u, x_k): the
 output head is linear, so for a few candidates each pair costs one dot product.
@@ -29,9 +29,9 @@ from .blocks import Angles, BlockShape, FeedForward, rotary, turn
 from .exits import read_layers
 
 FEELINGS = 3  # inputs of the confidence, besides the state: see `feelings`
-FORGOTTEN = 0.25  # share of places that are trained without the token before: their own logits must be good too
+FORGOTTEN = 0.25  # share of places trained without the token before, so that their own logits are good too
 Look: TypeAlias = "Callable[[int, torch.Tensor], torch.Tensor]"
-"""Of a layer and queries [..., count, heads, size], already turned: what they find in the text."""
+"""The attention of a layer's queries [..., count, heads, size], rotary applied, to the sequence."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BlockSettings(HeadSettings):
     def for_model(self, layers: int, vocabulary: int) -> BlockSettings:
         found = self.layers or spread(layers)
         if found[-1] > layers:
-            raise InputError(f"states behind layer {found[-1]}: the model has {layers}.")
+            raise InputError(f"layers={','.join(map(str, found))}: the model has only {layers}.")
         return replace(self, layers=found)
 
 
@@ -90,7 +90,7 @@ class Guesses(NamedTuple):
 
 
 class BlockHeads(Heads):
-    """context: mixes the target's states. memory: keys and values from that, for all layers. doubt: the confidence."""
+    """context: mixes the target's states. memory: makes keys and values from them. doubt: the confidence."""
 
     kind = "block"
     reads_text = True
@@ -280,7 +280,10 @@ class BlockHeads(Heads):
 
 
 class _Layer(nn.Module):
-    """Attention to the sequence and among the places, then a gated feed-forward, each after a norm. Starts at zero."""
+    """Attention to the sequence and among the places, then a gated feed-forward, each after a norm.
+
+    Before training it adds nothing.
+    """
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -311,9 +314,9 @@ class _Layer(nn.Module):
 
 
 def _attend_to_few(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
-    """Attention among a few places of very many positions: torch's own takes its time for 128 places."""
+    """Attention among a few places, for very many positions: torch's own takes as long as for 128 places."""
     few = key.shape[-2] * (query.shape[-3] // key.shape[-3] if enable_gqa else 1)
-    folded = query.reshape(*key.shape[:-2], few, -1)  # query heads that share keys, below each other
+    folded = query.reshape(*key.shape[:-2], few, -1)  # query heads that share keys are stacked
     weights = (folded @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
     found: torch.Tensor = weights.to(value.dtype) @ value
     return found.view_as(query)

@@ -37,7 +37,7 @@ class BlockShape:
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward, each after a norm. The names are Llama's, so its layers can be copied in."""
+    """Attention and a gated feed-forward, each after a norm. Parameters have Llama's names, so layers can be copied."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(shape)
 
     def silence(self) -> None:
-        """Before training: initialize it so that it adds nothing."""
+        """Before training: initialize the block so that it adds nothing."""
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 

@@ -1,4 +1,4 @@
-"""Early-exit heads: heads at middle layers that predict the token which the last layer will choose.
+"""Early-exit heads: heads at middle layers that predict the token that the last layer will choose.
 
 Easy tokens are decided long before the last layer. An exit after layer l predicts the final logits from the hidden
 state there, with a trained square matrix T and the target's own, frozen output head.
@@ -47,7 +47,8 @@ class ExitSettings(HeadSettings):
     norm: "first" is head(T norm(h)), "last" is head(norm(T h)).
     output: "trained" is T and the target's output head; "full" a trained output matrix instead of both; "original" the
         target's norm and output head, untrained.
-    frequent: an exit computes logits of this many most frequent tokens only; 0: all. Cheaper with a large vocabulary.
+    frequent: an exit computes logits of only the most frequent tokens, this many; 0: all. Cheaper with a large
+        vocabulary.
     """
 
     count: int = 7
@@ -184,9 +185,9 @@ class ExitHeads(Heads):
 
     @torch.no_grad()
     def fit(self, examples: Iterable[Example], ends: Ends) -> None:
-        """Ridge regression: the T that maps hidden states at an exit to final ones best.
+        """Ridge regression: the T that best maps hidden states at an exit to final ones.
 
-        Both are scaled to the same size: by the target's norm or, if that comes last, by the length of the final state.
+        Both are scaled first: by the target's norm or, if that comes last, by the size of the final state.
         """
         width = self.shape.width
         device = ends.head.weight.device

@@ -1,4 +1,4 @@
-"""Trained heads that are found without being named: in installed packages, and in a checkout of this repository."""
+"""Installed heads: those of installed packages, and of a checkout of this repository."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from ..errors import OutpaceWarning
 
 GROUP = "outpace.heads"
-"""The entry points of packages that bring heads. Each names a folder, in it one a model, in it one a kind of heads."""
+"""Entry points of packages with heads. Each names a folder: in it a folder per model, in that one per kind of heads."""
 CHECKOUT = Path(__file__).parent.parent / "trained"
 PACKAGE = "outpace-smollm2"
 
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """All their folders, those of a checkout first."""
+    """All folders of installed heads, a checkout's first."""
     brought = [folder for point in entry_points(group=GROUP) if (folder := _brought(point)) is not None]
     return tuple(folder for folder in (CHECKOUT, *brought) if folder.is_dir())
 

@@ -1,6 +1,6 @@
 """Heads on disk: a folder with config.json and safetensors files of at most 15 MB, for one base model.
 
-Weights have 16 bits, or matrices 8 bits (format 2): integers, with a scale for each GROUP values of a row.
+Weights have 16 bits; in format 2 matrices have 8: integers, with a scale for each GROUP values of a row.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 def check_installed() -> None:
-    """Raise InputError where the extra `serve` is not installed."""
+    """Raise InputError if the extra `serve` is not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise InputError(f"the server needs {', '.join(missing)}: pip install 'outpace[serve]'.")

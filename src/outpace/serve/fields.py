@@ -26,7 +26,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, data: Any) -> Any:
-        """Refuse lone surrogates: JSON can contain them, but they can be neither tokenized nor sent back."""
+        """Reject lone surrogates: JSON can contain them, but they can be neither tokenized nor sent back."""
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

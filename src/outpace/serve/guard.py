@@ -1,4 +1,4 @@
-"""Authentication and size limits, as the outermost middleware. It goes by the path of the ASGI scope."""
+"""Authentication and size limits, as the outermost ASGI middleware."""
 
 from __future__ import annotations
 

@@ -59,9 +59,9 @@ class Metrics:
             name: Gauge(f"vllm:{name}", name.replace("_", " "), names, registry=self.registry) for name in _GAUGES
         }
         by_reason, by_place = (*names, "finished_reason"), (*names, "position")
-        self._success = Counter("vllm:request_success", "texts that ended", by_reason, registry=self.registry)
+        self._success = Counter("vllm:request_success", "sequences that ended", by_reason, registry=self.registry)
         self._by_place = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "accepted guesses", by_place, registry=self.registry
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "accepted draft tokens", by_place, registry=self.registry
         )
         # Looking up labels takes longer than counting, so it is done once.
         self._counts = {name: counter.labels(**self._labels) for name, counter in self._counters.items()}

@@ -20,7 +20,7 @@ def new_id(kind: str) -> str:
 
 
 def word(decoder: Decoder, token: int) -> str:
-    """A token as text, with a replacement character where it has only part of a character."""
+    """A token as text; an incomplete character becomes a replacement character."""
     text: str = decoder.tokenizer.decode([token])
     return text
 

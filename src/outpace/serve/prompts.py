@@ -55,7 +55,7 @@ def checked(tokens: list[int], param: str) -> list[int]:
 
 
 def text_of(content: str | Sequence[Part] | None, param: str) -> str:
-    """A message's text. Parts that are not text are refused."""
+    """A message's text. Raises a Fault for parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -65,7 +65,7 @@ def text_of(content: str | Sequence[Part] | None, param: str) -> str:
 
 
 def _plain(message: Message, knows_tools: bool, style: str) -> dict[str, Any]:
-    """A message as chat templates read it. One without tool support gets tool calls and their results as text."""
+    """A message as chat templates take it. Templates without tool support get tool calls and results as text."""
     role = "system" if message.role == "developer" else message.role
     text = text_of(message.content, "messages")
     found: dict[str, Any] = {"role": role, "content": text}

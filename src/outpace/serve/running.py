@@ -22,11 +22,11 @@ from .settings import Settings, Source
 
 log = logging.getLogger("outpace.serve")
 PATIENCE = 2  # seconds for connections to close after all sequences have ended
-IDLE = 75  # seconds until an idle connection is closed. Clients close theirs sooner: one that used it now would fail
+IDLE = 75  # seconds until an idle connection is closed: after clients do, who would fail if they still used it
 
 
 class Server(uvicorn.Server):
-    """Drains at the first SIGTERM or Ctrl-C: refuses new requests, finishes open ones. The second stops it at once."""
+    """At the first SIGTERM or Ctrl-C it rejects new requests and finishes open ones. The second stops it at once."""
 
     def __init__(self, source: Source, settings: Settings, drain: float = 30.0) -> None:
         app = build(source, settings)
@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
+        """Handle a signal: drain, or stop if draining already."""
         if self._until:
             super().handle_exit(sig, frame)
             return
@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
         self.service.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Called ten times a second: stop once drained, or if the model could not be loaded."""
         if self._until and not self.should_exit and (self.service.open == 0 or monotonic() > self._until):
             await asyncio.to_thread(self.service.abort)
             self.should_exit = True

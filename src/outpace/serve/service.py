@@ -26,7 +26,7 @@ from .worker import Job, Mailbox, Order, Worker
 log = logging.getLogger("outpace.serve")
 T = TypeVar("T")
 PLAIN = "autoregressive"
-KEPT = 4096  # slots of the prefix cache, if every row attends over all slots with a mask
+KEPT = 4096  # slots of the prefix cache without CUDA, where a row may attend over all slots with a mask
 
 
 class Service:
@@ -34,7 +34,7 @@ class Service:
 
     def __init__(self, source: Source, settings: Settings) -> None:
         self.settings = settings
-        self._state, self._ending = "loading", ""  # a thread for each: neither undoes what the other says
+        self._state, self._ending = "loading", ""  # two, because two threads set them
         self.error: BaseException | None = None  # from loading the model
         self._source = source
         self._decoder: Decoder | None = None
@@ -81,7 +81,7 @@ class Service:
         self._threads.shutdown()
 
     def drain(self) -> None:
-        """Refuse new requests; open ones go on."""
+        """Reject new requests; open ones continue."""
         self._ending = "draining"
         if self._worker is not None:
             self._worker.drain()
@@ -93,7 +93,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """Loading, ready or failed; draining or stopped once the server is to end."""
+        """Loading, ready or failed; draining or stopped during shutdown."""
         return self._ending or self._state
 
     @property
@@ -121,7 +121,7 @@ class Service:
         return self._metrics
 
     def check_model(self, model: str | None) -> None:
-        """Refuse other models, and all requests while the model is being loaded or the server is shutting down."""
+        """Raise a Fault for other models, and for any while the model is loading or the server is shutting down."""
         if self.state != "ready":
             raise not_ready(self.state)
         if model not in (None, "", self.name):

@@ -29,16 +29,16 @@ class Settings:
     max_new_tokens: int = 4096  # of requests that set no limit
     max_length: int | None = None  # tokens of prompt and answer; None: the model's context
     slots: int = 2**14  # of the KV cache on a CPU, in tokens; at least the model's context
-    keep: int | None = None  # prefix cache, in tokens; None: all on a GPU, 4096 where rows see all slots
+    keep: int | None = None  # prefix cache, in tokens; None: up to all slots on a GPU, 4096 elsewhere
     warm: bool = True  # prepare all step sizes before the first request
 
     def __post_init__(self) -> None:
         for name in ("max_texts", "max_queue", "max_body", "max_headers", "max_n", "max_new_tokens", "slots"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name}={value!r} must be 1 or more, a whole number.")
+                raise InputError(f"{name}={value!r} must be a whole number, 1 or more.")
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
-            raise InputError(f"max_length={self.max_length!r} must be 2 or more, a whole number.")
+            raise InputError(f"max_length={self.max_length!r} must be a whole number, 2 or more.")
         if self.keep is not None and self.keep < 0:
             raise InputError(f"keep={self.keep!r} must be 0 or more.")
         if not self.deadline > 0:

@@ -107,7 +107,7 @@ class Calls:
         return _merged(found)
 
     def finish(self) -> list[Found]:
-        """The response has ended. An unfinished call stays as far as it went; what is not a call is text."""
+        """The response has ended. An unfinished call is kept as it is; anything else is text."""
         found = self._take(self._held)
         self._held = ""
         if self._call is not None and self._call.number is None:
@@ -147,7 +147,7 @@ class BareCalls:
     def __init__(self, tools: Collection[str]) -> None:
         self.count = 0
         self._tools = tools
-        self._held = ""  # text that may be a call or not
+        self._held = ""  # text that may be a call
         self._call: _Call | None = None
         self._is_text = False
 
@@ -159,7 +159,7 @@ class BareCalls:
         return _merged(found)
 
     def finish(self) -> list[Found]:
-        """The response has ended. An unfinished call stays as far as it went; what is not a call is text."""
+        """The response has ended. An unfinished call is kept as it is; anything else is text."""
         return self._text() if self._held and not self._is_text else []
 
     def _letter(self, letter: str) -> list[Found]:

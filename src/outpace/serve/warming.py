@@ -1,4 +1,4 @@
-"""Warm-up: compile and capture before the first request everything that it would wait for."""
+"""Warm-up: compile and capture, before the first request, everything that it would wait for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
         """`done` of `of` step sizes are prepared."""
         if done == of or monotonic() > self._last + OFTEN:
             self._last = monotonic()
-            log.info("warming: %d of %d sizes of steps", done, of)
+            log.info("warm-up: %d of %d step sizes", done, of)
 
 
 def warm(
@@ -39,10 +39,9 @@ def warm(
     tell: Callable[[int, int], None] = lambda done, of: None,
     samplings: Sequence[Sampling] = SAMPLINGS,
 ) -> None:
-    """Prepare every step size of these methods, and generate a few tokens.
+    """Prepare every step size of these methods, for up to `most` sequences of up to `longest` tokens.
 
-    For up to `most` sequences at a time of up to `longest` tokens. The sampling of the model's generation_config is
-    added to `samplings`.
+    Then generate a few tokens. The model's generation_config is applied to the `samplings`.
     """
     engine = decoder.engine
     samplings = [decoder.sampling_for(how, [0], TOKENS) for how in samplings]

@@ -142,7 +142,7 @@ class Worker:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Refuse new requests; open ones go on."""
+        """Reject new requests; open ones continue."""
         with self._changed:
             self._state = "draining"
 
@@ -195,7 +195,7 @@ class Worker:
         self._hand_out(found)
 
     def _begin(self, job: Job) -> list[tuple[Job, Step | Exception]]:
-        """Add a sequence to the batch; returns the error if it is refused."""
+        """Add a sequence to the batch; returns the error if it is rejected."""
         try:
             method = self._prepared(job.order.method)
             request, job.stream = self.decoder.request(job.order.tokens, method=method, **job.order.options)
@@ -229,7 +229,7 @@ class Worker:
                     self._end(job, item.finish)
             else:
                 if not isinstance(item, Fault):
-                    log.warning("a text ended with %s", type(item).__name__)
+                    log.warning("a sequence ended with %s", type(item).__name__)
                 self._end(job, "error")
             mail.setdefault(job.mailbox, []).append((job.place, item))
         if steps:
@@ -242,7 +242,7 @@ class Worker:
                 loop.call_soon_threadsafe(_deliver, [(box, mail[box]) for box in boxes])
 
     def _end(self, job: Job, reason: str) -> None:
-        """A sequence has ended; if it was cancelled, its slots are freed now."""
+        """End a sequence; if it was cancelled or failed, free its slots."""
         if job.ended:
             return
         job.ended = True
