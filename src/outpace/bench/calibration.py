@@ -1,6 +1,6 @@
 """A full calibration: the engine's cost curve, the cost of each method's own work, and each method's speedup.
 
-And a look at `auto`, which uses none of it: its estimates of acceptance here, and what it chose.
+`look` shows `auto`, which uses none of it: its estimates of acceptance here, and what it chose.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tried(NamedTuple):
 
 
 def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> CostCurve:
-    """Measure, and let the decoder's methods use it from now on. `done` is called with the finished share."""
+    """Measure, and let the decoder's methods use the result from now on. `done` is called with the finished share."""
     engine = decoder.engine
     engine.costs = curve = measure(engine, done=lambda share: done(0.5 * share))
     prompts = _prompts(decoder, TOKENS)
@@ -63,7 +63,7 @@ class Belief:
 
     said: list[float]
     believed: list[float]
-    guesses: list[float]  # draft tokens counted there, of earlier sequences too; old ones fade
+    guesses: list[float]  # draft tokens counted, of earlier sequences too; old ones fade
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class _Bench:
                 entry.run(Task(prompt, self._settings.sampling, length))
 
     def _prompt(self, place: Place) -> list[int] | None:
-        """The turn's prompt, after plain decoding's answers to the earlier turns. None if one was left out."""
+        """The turn's prompt, after plain decoding's answers to the earlier turns. None if one of them was skipped."""
         turns = place.question.turns
         messages = [{"role": "user", "content": turns[0]}]
         for turn in range(place.turn):

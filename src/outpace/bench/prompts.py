@@ -1,4 +1,4 @@
-"""Prompts of our own over six kinds of task, so that tests and measurements need no data set."""
+"""Prompts of our own for six tasks, so that tests and measurements need no data set."""
 
 from __future__ import annotations
 

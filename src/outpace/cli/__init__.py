@@ -47,7 +47,7 @@ class _Group(TyperGroup):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:  # or Python tries to flush again at exit
+            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:  # otherwise Python flushes again at exit
                 os.dup2(nowhere.fileno(), 1)
             typer.echo(f"outpace: standard output could not be written: {error.strerror}.", err=True)
             raise typer.Exit(FAILED) from error
@@ -57,7 +57,7 @@ class _Group(TyperGroup):
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    """A warning as one line, without its place in our source. Some of torch's go on with a trace of its C++ code."""
+    """A warning as one line, without a source location. Some of torch's continue with a C++ stack trace."""
     typer.echo(f"outpace: warning: {str(message).splitlines()[0]}", err=True)
 
 

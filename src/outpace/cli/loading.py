@@ -22,7 +22,7 @@ def load_decoder(
     weights: str | None = None,
     usual: bool = False,
 ) -> Decoder:
-    """A decoder with plain decoding as its default; callers prepare methods. `usual`: with the fastest weights."""
+    """A decoder with plain decoding as its default; callers prepare methods. `usual`: with the default weights."""
     return load_both(model, dtype, device, runtime, exact, weights, usual)[0]
 
 

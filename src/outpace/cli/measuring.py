@@ -127,8 +127,8 @@ def reproduce(
         list[str],
         typer.Option(
             metavar="NAME=FOLDER",
-            help="Heads to use instead of those that come with Outpace (exits, medusa, hydra, amphista), or variants "
-            "to compare: for adadecode `full`, or a domain like `math`; for amphista any name. May be repeated.",
+            help="Heads to use instead of the installed ones (exits, medusa, hydra, amphista), or variants to compare: "
+            "for adadecode `full`, or a domain like `math`; for amphista any name. May be repeated.",
         ),
     ] = [],  # noqa: B006
     answers: Annotated[

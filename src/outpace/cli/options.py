@@ -99,7 +99,7 @@ def check(
     if dtype is not None and dtype not in DTYPES.split("|"):
         raise UnknownNameError("dtype", dtype, DTYPES.split("|"))
     if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more, a whole number.")
+        raise InputError(f"max_new_tokens={max_new_tokens} must be a whole number, 1 or more.")
     check_sampling(sampling)
 
 
@@ -112,7 +112,7 @@ def prompt_or_pipe(prompt: str | None) -> str | None:
 
 
 def check_prompt(text: str, raw: bool) -> None:
-    """Reject an empty prompt before a model is loaded. A raw one may still have a token, the tokenizer's first."""
+    """Reject an empty prompt before a model is loaded. A raw one may get a token that the tokenizer adds."""
     if not raw and not text.strip():
         raise InputError("the prompt is empty. Give at least one word.")
 

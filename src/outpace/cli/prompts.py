@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..files import reason
 
 FIELDS = ("prompt", "question", "instruction")
-CODE = "utf-8-sig"  # some editors begin a file with a byte order mark
+CODE = "utf-8-sig"  # some editors add a byte order mark
 PLAIN = "Plain prompts, one per line, need a file that ends in .txt."
 
 

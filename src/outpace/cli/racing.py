@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..methods import Method
     from ..race import Race
 
-# Repetition (the class, its methods) and new text in turn: easy and hard to draft for every method.
+# The answer alternates between repetition (the class, its methods) and new text: easy and hard to draft.
 PROMPT_FOR_RACE = """\
 Write this class with the methods sub, mul and div added:
 

@@ -158,7 +158,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """The lines typed, or piped in. What is not an answer goes to standard error."""
+    """The lines typed or piped in. Everything but answers goes to standard error."""
     stdin = typer.get_text_stream("stdin")
     typed = stdin.isatty()
     if typed:

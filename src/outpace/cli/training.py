@@ -174,7 +174,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
     to: Annotated[str, typer.Option(metavar="vllm|tgi|reference", help="The target format.")],
     heads: Annotated[
-        Path | None, typer.Option(help="Trained heads. Default: those that come with Outpace.", show_default=False)
+        Path | None, typer.Option(help="Trained heads. Default: the installed ones.", show_default=False)
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,

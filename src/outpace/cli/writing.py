@@ -204,7 +204,7 @@ def verify(
     exact = runtime.startswith("exact")
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
     name = model or found.model
-    if runtime == "packed" and name in NAMES:  # other names say it themselves
+    if runtime == "packed" and name in NAMES:  # a GGUF file is loaded packed anyway
         weights = weights or "packed"
     decoder = load_decoder(name, dtype or found.about.get("dtype"), device, how, exact, weights)
     receipt = check(decoder, found, tolerance)

@@ -1,6 +1,6 @@
-"""One page from the results of a bench: the race, the drafts step by step, and charts. It reads JSON alone.
+"""One page from the results of a bench: the race, the drafts step by step, and charts.
 
-The page is a file of its own: no network, no other files. What it shows lies in it as JSON.
+The page is a single file that contains its data as JSON. It loads nothing else.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..files import read_json, write_whole
 
 KIND, VERSION = "outpace bench", 2  # the results that it reads: docs/results-schema.md
 TEMPLATE = Path(__file__).with_name("page.html")
-ROOM = 1_500_000  # bytes for recorded races; the page stays below 2 MB
+ROOM = 1_500_000  # bytes for races, so that the page stays below 2 MB
 _MARK = "/*DATA*/null"
 
 
 def check_page(path: Path | None) -> None:
-    """Raise InputError where a page could not be opened, before the work that it shows."""
+    """Raise InputError for a file that browsers would not open as a page. Called before the work that it shows."""
     if path is not None and path.suffix not in (".html", ".htm"):
         raise InputError(f"{path}: a page must end in .html.")
 
@@ -52,7 +52,7 @@ def render(results: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def _embedded(data: Any) -> str:
-    """JSON for inside a script element: nothing in it can end the element, or hide its end."""
+    """JSON for a script element: nothing in it can end the element, or hide its end."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -60,7 +60,7 @@ def _embedded(data: Any) -> str:
 def _races(
     stored: Sequence[Mapping[str, Any]], windows: Mapping[str, tuple[int, int]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """As many races as there is room for, the first one in any case (without drafts, if it must be)."""
+    """As many races as there is room for; the first one always, if necessary without drafts."""
     found: list[dict[str, Any]] = []
     left_out: list[str] = []
     room = ROOM
@@ -79,7 +79,7 @@ def _races(
 
 
 def _compact(race: Mapping[str, Any], windows: Mapping[str, tuple[int, int]], drafts: bool = True) -> dict[str, Any]:
-    """A race with its words and sources in two lists, and numbers in place of both."""
+    """A race with its words and sources as two lists, which steps refer to by index."""
     sources: dict[str, int] = {"model": 0}
     words: dict[str, int] = {}
     lanes = []
@@ -121,22 +121,22 @@ def _compact_step(
 
 
 def window_of(draft: Mapping[str, Any], window: int, ngram: int, step: int) -> list[list[int]]:
-    """Lookahead's window as rows of the draft, level by level from the spine; [] where a step has none.
+    """Lookahead's window as rows of the draft, level by level from the spine; [] if the step has none.
 
-    The spine went into the tree first and then each column, behind the guesses. A column that they have already has no
+    Its rows follow the candidates: first the spine, then column by column. A column that is among the candidates has no
     rows of its own: it is -1 at each level.
     """
     parents, depths, paths = draft["parents"], [0], [[0]]
     for row, parent in enumerate(parents[1:], 1):
         depths.append(depths[parent] + 1)
         paths.append([*paths[parent], row])
-    ends = list[int]()  # of runs of new rows, each below the one before
+    ends = list[int]()  # the last rows of chains of new rows
     for row, source in enumerate(draft["sources"]):
         if source == "window":
             if ends and parents[row] == ends[-1] == row - 1:
                 ends.pop()
             ends.append(row)
-    spine = window - 1 + max(0, ngram - 2 - step)  # longer while there are fewer levels than in the end
+    spine = window - 1 + max(0, ngram - 2 - step)  # longer until all levels are filled
     below = min(step, ngram - 2)
     first = ends.pop(0) if spine and ends else 0
     if depths[first] != spine or not (first or ends):
@@ -147,7 +147,7 @@ def window_of(draft: Mapping[str, Any], window: int, ngram: int, step: int) -> l
 
 
 def _depths(entries: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each entry, by depth from 1: the share of guesses that were accepted, and how many steps had one."""
+    """For each entry, by depth from 1: how many steps had a draft token there, and how many accepted one."""
     found = []
     for entry in entries:
         mine = [run for run in runs if run["label"] == entry["label"]]

@@ -1,7 +1,7 @@
-"""The papers' tables and figures, measured on a model of the user's choice, beside the papers' own figures.
+"""The papers' tables and figures, measured on a model of the user's choice, beside the papers' own numbers.
 
-A paper is a function of a Lab, and of heads by name if it uses any. It returns Findings: plots, and tables with claims
-that are checked against the measurements.
+Each paper is a function of a Lab, and of heads by name if it uses any. It returns Findings: plots, and tables with
+claims that are checked against the measurements.
 """
 
 from __future__ import annotations

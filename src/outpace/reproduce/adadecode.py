@@ -42,8 +42,8 @@ FIXED, ON_DOMAIN = (0.996, 1.37), (0.996, 1.51)
 
 
 def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None) -> Findings:
-    """All tables. `heads` by name: `exits` in place of those that come with Outpace; `full` with output matrices of
-    their own; any other name is a domain that they were trained on, like `math` or `code`.
+    """All tables. `heads` by name: `exits` instead of the installed ones; `full`: exits with output matrices of their
+    own; any other name is the domain that exits were trained on, like `math` or `code`.
     """
     lab.parts = 2
     given = dict(heads or {})
@@ -138,7 +138,7 @@ def costs_at_8b(exits: tuple[int, ...], layers: int) -> Costs:
 
 def _price(sources: list[str], exits: tuple[int, ...], costs: Costs) -> float:
     """The cost of a step in layers, without evaluating exits."""
-    costs = replace(costs, begin=0.0)  # interruptions are counted with the exits
+    costs = replace(costs, begin=0.0)  # stops are counted with the exits
     left = [exits.index(int(source.removeprefix("exit "))) for source in sources[1:]]
     return costs.whole + sum(costs.leaving(exit_, rows) for rows, exit_ in enumerate(left, 1))
 
@@ -151,7 +151,7 @@ class _Watched(Method):
     asked: list[int] = field(default_factory=lambda: [0])
 
     name = "watched"
-    about = "counts how often exits are asked"
+    about = "counts how often exits are evaluated"
 
     def start(self, engine: Engine, sequence: Sequence, picker: Picker) -> Drafter:
         drafter = self.inner.start(engine, sequence, picker)
@@ -212,9 +212,9 @@ def _main(found: Found, others: Mapping[str, Any]) -> Table:
         falling("faster than SWIFT, by the clock", {n: found.speed(n) for n in (OURS, swift)}),
     ]
     note = (
-        "In each cell: tokens a full pass, and the speed by the clock, plain decoding being 1. SWIFT skips 45 % of the "
+        "In each cell: tokens per full pass, and the measured speedup over plain decoding. SWIFT skips 45 % of the "
         "layers, as in its own paper; the AdaDecode paper has it at 1.08×, 1.33×, 1.08× (13B; summaries, code, math). "
-        "Here it skips whole layers, and its search for them runs while it writes."
+        "Here it skips whole layers, and searches for them while decoding."
     )
     columns = ["task", *labels, "speed in the paper: 8B / 13B / 34B"]
     return Table("Speed by task (the paper's main table)", columns, rows, claims, note)
@@ -268,9 +268,9 @@ COLUMNS = (
     "their parameters, millions",
     "same text",
     "consistency",
-    "tokens a full pass",
-    "layers run a token",
-    "exits asked a token",
+    "tokens per full pass",
+    "layers run per token",
+    "exits evaluated per token",
     "rejected",
     "speed by the cost model, here",
     MODELLED,
@@ -280,17 +280,17 @@ COLUMNS = (
     "speed, paper",
 )
 NOTE = (
-    "Consistency: what the text has in common with plain decoding's, in order. Layers run: plain decoding is 100 %. "
-    "The published one takes three exits, γ = 0.75, at most 5 guesses; the calibrated one all exits and no threshold, "
-    "and it writes plainly where it predicts a speed below 1.05. "
-    "Exits of the published one are trained on all domains, as for the paper's 1.29×; those that are trained on one "
-    "stand beside the paper's 1.51×, and count on their own domain alone. "
-    "Claims are judged by the clock, as in the paper."
+    "Consistency: the longest common subsequence with plain decoding's output. Layers run: plain decoding is 100 %. "
+    "As published: three exits, γ = 0.75, at most 5 draft tokens. Calibrated: all exits, no threshold, and plain "
+    "decoding where it predicts a speedup below 1.05. "
+    "The published variant's exits are trained on all domains, as for the paper's 1.29×; those trained on one domain "
+    "are shown beside the paper's 1.51×, and judged on that domain only. "
+    "Claims are judged by measured time, as in the paper."
 )
 
 
 def _climbed(found: Found, label: str, layers: int) -> float:
-    """The share of the layers that is run per token."""
+    """The share of the layers that is run, per token."""
     return _sum(found, label, "layers") / _tokens(found, label) / layers
 
 
@@ -304,12 +304,12 @@ def _orders(found: Found, labels: list[str], one: str | None) -> list[Claim]:
     ]
     if LARGE in labels:
         light = {"light + 5 %": 1.05 * (speed(FULL) or 0.0), LARGE: speed(LARGE)}
-        claims.append(falling("full-parameter heads bring less than 5 %", light))
+        claims.append(falling("full-parameter heads gain less than 5 %", light))
     return claims
 
 
 def _domains(found: Found, labels: list[str]) -> list[Claim]:
-    """Exits trained on one domain against those trained on all, on that domain."""
+    """Exits trained on one domain, compared on that domain with those trained on all."""
     claims = []
     for label in labels:
         domain = label.removeprefix(f"{DOMAIN} ")
@@ -337,13 +337,13 @@ def _sweep(lab: Lab, exits: Any, three: tuple[int, ...], tasks: list[str]) -> tu
         at_most("speed by the clock varies by at most 10 % with γ", 100 * (1 - min(clocked) / max(clocked)), 10, " %"),
         at_most("at γ = 0.85 at most 6 % are rejected", _hundred(rejected(found, labels[0.85])), 6, " %"),
     ]
-    columns = ["γ", "tokens a full pass", "rejected", "speed by the cost model, 8B", "speed by the clock"]
+    columns = ["γ", "tokens per full pass", "rejected", "speed by the cost model, 8B", "speed by the clock"]
     lines = {
         MODELLED: list(zip(GAMMAS, speeds, strict=True)),
         CLOCKED: list(zip(GAMMAS, clocked, strict=True)),
     }
     plot = Plot("gamma", "γ", "speed, plain decoding = 1", lines)
-    return Table("The threshold γ, and rejected guesses", columns, rows, claims), plot
+    return Table("The threshold γ, and rejected draft tokens", columns, rows, claims), plot
 
 
 def _hundred(share: float | None) -> float | None:

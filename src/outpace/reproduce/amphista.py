@@ -31,9 +31,9 @@ TRAINING = "on held-out answers of the training kind, stored with the heads"
 
 
 def reproduce(lab: Lab, heads: Mapping[str, Any] | None = None, answers: Path | None = None, rows: int = 0) -> Findings:
-    """All tables. `heads` by name: `medusa`, `hydra` and `amphista` in place of those that come with Outpace; any other
-    name is a variant of Amphista. With a folder of `answers`, as `outpace train` keeps them, heads are judged on the
-    held-out ones once more. `rows` is how many a draft has; 0: 64, on a CPU 8.
+    """All tables. `heads` by name: `medusa`, `hydra` and `amphista` instead of the installed ones; any other name is a
+    variant of Amphista. With a folder of `answers` from `outpace train`, heads are also evaluated on its held-out ones.
+    `rows` is the size of a draft; 0: 64, on a CPU 8.
     """
     lab.parts = len(TEMPERATURES)
     given = dict(heads or {})
@@ -98,9 +98,8 @@ def _judged(lab: Lab, methods: Mapping[str, Any], answers: Path) -> Table:
 
 
 NOTE = (
-    "Top-1 (top-5), greedy, on the target's own answers to prompts of the kinds that the heads were trained with; on "
-    "other people's prompts they are lower. Hydra's heads are judged with the true tokens before each guess; when they "
-    "draft, these are guesses."
+    "Top-1 (top-5) accuracy, greedy, on the target's own answers to prompts like those that the heads were trained on; "
+    "on other prompts it is lower. Hydra's heads are given the true tokens before each prediction, not draft tokens."
 )
 
 
@@ -128,12 +127,12 @@ def _table(accuracies: Mapping[str, Sequence[Sequence[float]]], where: str) -> t
         falling("it gains most at the last two heads, by ratio", gains),
         falling("and by difference", points),
     ]
-    title = f"Heads that are right (the paper's Figure 1), {where}"
+    title = f"Accuracy of heads (the paper's Figure 1), {where}"
     table = Table(title, ["heads", *(f"{place}" for place in range(1, most + 1))], rows, claims, NOTE)
     lines = {
         name: [(float(place), ranks[0]) for place, ranks in enumerate(heads, 1)] for name, heads in accuracies.items()
     }
-    return table, Plot("heads", "head", "right with its first guess, on held-out text", lines)
+    return table, Plot("heads", "head", "top-1 accuracy, on held-out text", lines)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -164,7 +163,7 @@ def _by_task(found: Found, temperature: float, rows: int) -> Table:
         Claim(f"Amphista is {TO_MEDUSA:.2f} times as fast as Medusa", ratio >= TO_MEDUSA, f"{ratio:.2f}"),
         Claim(f"and {TO_PLAIN:.2f} times as fast as plain decoding", best >= TO_PLAIN, f"{best:.2f}"),
         falling("trees grown by confidence are faster (ours)", {n: speeds[n] for n in (GROWN, "amphista")}),
-        falling("guesses that the text repeats itself are faster (ours)", {n: speeds[n] for n in (LOOKUP, GROWN)}),
+        falling("with prompt lookup it is faster (ours)", {n: speeds[n] for n in (LOOKUP, GROWN)}),
     ]
     if ALONE in speeds:
         claims.append(falling("sharing the target's noise is faster (ours)", {n: speeds[n] for n in (GROWN, ALONE)}))
@@ -175,10 +174,10 @@ def _by_task(found: Found, temperature: float, rows: int) -> Table:
     columns = ["tokens/step", *found.tasks, "all", "speed", "tokens: medusa = 1", "speed: medusa = 1"]
     how = f"temperature {temperature:g}" if temperature else "greedy"
     note = (
-        f"{rows} rows a draft at most. Medusa, Hydra and Amphista share one tree, as in the paper; further rows are "
-        "ours. Speeds by the clock: plain decoding is 1. The paper's are greedy, on MT-Bench, with Vicuna-33B."
+        f"Drafts have at most {rows} rows. Medusa, Hydra and Amphista share one tree, as in the paper; the other lines "
+        "are ours. Speeds are measured, relative to plain decoding. The paper's: greedy, MT-Bench, Vicuna-33B."
     )
-    return Table(f"Tokens a step, {how}", columns, lines, claims, note)
+    return Table(f"Tokens per step, {how}", columns, lines, claims, note)
 
 
 def _gains(found: Found) -> dict[str, float | None]:

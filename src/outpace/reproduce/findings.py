@@ -101,7 +101,7 @@ class Findings:
 
     @property
     def claims(self) -> list[Claim]:
-        """Of all tables."""
+        """The claims of all tables."""
         return [claim for table in self.tables for claim in table.claims]
 
     @property

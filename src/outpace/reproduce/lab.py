@@ -95,12 +95,12 @@ def same_text(found: Found) -> Claim:
     """The claim that all lossless methods generate plain decoding's output."""
     count = sum(len(found.of(label)) for label in found.lossless)
     wrong = ", ".join(f"{label} {wrong}" for label, wrong in found.different.items())
-    differ = f"differing texts: {wrong}" if wrong else f"{count} texts"
-    return Claim("every lossless text is plain decoding's, token for token", not wrong, differ)
+    differ = f"different outputs: {wrong}" if wrong else f"{count} outputs"
+    return Claim("every lossless output is plain decoding's, token for token", not wrong, differ)
 
 
 def known_by(method: Method) -> dict[str, str]:
-    """Identifies a method's heads, so that runs with different heads are not taken for each other."""
+    """Identifies a method's heads, so that runs with different heads are not confused."""
     ready = getattr(method, "heads", None)
     if not isinstance(ready, Ready):
         return {}
@@ -209,5 +209,5 @@ class Lab:
             f"{model}; {facts['device']}; {facts['dtype']}, runtime {facts['runtime']}, torch {facts['torch']}, "
             f"transformers {facts['transformers']}, outpace {facts['outpace']}. Questions: {where}, {each} to "
             f"{2 * each} of each task, {self.scale.tokens} new tokens at most. Speeds are medians over questions of "
-            "the time a token, prompt included; tokens per step are all tokens over all steps."
+            "the time per token, prefill included; tokens per step are all tokens divided by all steps."
         )

@@ -16,7 +16,7 @@ from .scaling import Fit, Point, fit, price, share, straight
 
 PAPER = "Lookahead Decoding (arXiv 2402.02057)"
 ON_TASKS = {"chat": 1.64, "math": 1.89, "code": 2.25}  # MT-Bench, GSM8K, HumanEval
-ON_DATA = {"mbpp": 1.87, "infilling": 1.55}  # of the tasks of a kind, those with a figure of their own
+ON_DATA = {"mbpp": 1.87, "infilling": 1.55}  # tasks of a kind that have a figure of their own
 ON_DEVICES = {1: (1.64, 2.25), 8: (2.05, 3.87)}  # MT-Bench, HumanEval
 DEVICES = (1, 2, 4, 8)
 ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speedup, tokens per step
@@ -77,12 +77,10 @@ def _tasks(lab: Lab) -> Table:
         everywhere("faster than plain decoding on every task, with the better of both sizes", best, 1.0),
         falling("code gains more than chat, by the clock", {kind: gains[kind] for kind in ("code", "chat")}),
         falling("and math more than chat", {kind: gains[kind] for kind in ("math", "chat")}),
-        falling(
-            "ours takes more tokens per step than the published (ours)", {n: found.steps(n) for n in (OURS, THEIRS)}
-        ),
+        falling("ours has more tokens per step than the published (ours)", {n: found.steps(n) for n in (OURS, THEIRS)}),
     ]
     note = (
-        "In each cell: tokens per step, and the speed by the clock, plain decoding being 1. "
+        "In each cell: tokens per step, and the measured speedup over plain decoding. "
         f"Large is (5, {wide(lab)}, {wide(lab)}); `lookahead` is sized for this device."
     )
     columns = ["task", *methods, f"{SIZED}: transformers' generate = 1", "speed in the paper, 7B"]
@@ -125,15 +123,13 @@ def _sampling(lab: Lab) -> Table:
         *kept,
         at_most(unchanged, 100 * max(changes) if changes else None, 1.0, " points"),
         everywhere("faster than plain decoding at both temperatures, with the better of both sizes", speeds, 1.0),
-        falling(
-            "greedy takes more tokens per step than temperature 1", {"greedy": tokens[0.0], "sampled": tokens[1.0]}
-        ),
+        falling("greedy has more tokens per step than temperature 1", {"greedy": tokens[0.0], "sampled": tokens[1.0]}),
     ]
     columns = ["temperature", "method", "speed", "tokens/step", "ROUGE-1/2/L to plain's text", "to the references"]
     note = (
         f"Tasks: {', '.join(tasks)}. Large is (5, {wide(lab)}, {wide(lab)}). The paper's columns are CNN/DailyMail's. "
-        "transformers samples with noise of its own, and the paper's Algorithm 4 by its own draws: other texts of the "
-        "same distribution."
+        "transformers and the paper's Algorithm 4 sample with their own random numbers: other texts of the same "
+        "distribution."
     )
     title = "Sampling (the paper's Table 2)"
     return Table(title, [*columns, "speed, paper", "tokens/step, paper"], rows, claims, note)
@@ -225,8 +221,8 @@ def _rows(found: Found, label: str) -> float:
 
 
 def _devices(found: Found, labels: Sequence[str], width: int, law: Fit) -> Table:
-    """Lookahead Parallelism, from the tokens per step and the prices of steps that were measured on one device."""
-    known: dict[int, list[float]] = {1: [1.0]}  # by rows, the time of a step where plain decoding's is 1
+    """Lookahead Parallelism, predicted from tokens per step and step times measured on one device."""
+    known: dict[int, list[float]] = {1: [1.0]}  # by rows, the time of a step relative to plain decoding's
     for label in labels:
         steps, speed = found.steps(label), found.speed(label)
         if steps and speed:
@@ -244,12 +240,12 @@ def _devices(found: Found, labels: Sequence[str], width: int, law: Fit) -> Table
         paper = ON_DEVICES.get(devices)
         rows.append([*cells, " / ".join(f"{value:.2f}×" for value in paper) if paper else ""])
     columns = ["devices"]
-    for what in (f"W = G = {width}", f"W = G = {width} a device"):
-        columns += [f"{what}: rows of a device", "tokens/step", "speed, predicted"]
+    for what in (f"W = G = {width}", f"W = G = {width} per device"):
+        columns += [f"{what}: rows per device", "tokens/step", "speed, predicted"]
     note = (
         f"*Predicted, not measured*: tokens and rows per step are those of (5, {width}, {width}) with the prompt as "
-        "reference; for wider windows tokens are scaled by Eq. 7, and a device has its largest share of the rows. A "
-        "step takes as long as one of that many rows takes here, interpolated, without the exchange between devices. "
+        "reference; for wider windows tokens are scaled by Eq. 7. Rows are those of the device with the most. A step "
+        "takes as long as one of that many rows takes here, interpolated, without communication. "
         "The paper's are MT-Bench's and HumanEval's on A100s."
     )
     claim = Claim("several devices are faster than one", None, "predicted")
@@ -270,14 +266,14 @@ def _law(points: Sequence[Point], law: Fit) -> tuple[Table, Plot]:
         Claim(
             f"tokens per step grow linearly with the logarithm of rows, N = {longest}",
             slope > 0 and explained >= 0.9,
-            f"{slope:.2f} for each doubling, a line explains {explained:.0%}",
+            f"{slope:.2f} for each doubling, R² {explained:.2f}",
         ),
-        Claim("Eq. 7 describes all settings", law.error <= 0.1, f"misses by {law.error:.3f} tokens per step"),
+        Claim("Eq. 7 describes all settings", law.error <= 0.1, f"RMS error {law.error:.3f} tokens per step"),
         falling("longer n-grams reach further", tops),
     ]
     note = f"Eq. 5 and 7 fitted: α = {law.alpha:.3f}, f = {law.scarcity:.2f}; 0.425, 3.1 give the paper's (5, 15, 15)."
     columns = ["N", "W = G", "rows/step", "tokens/step", "by Eq. 7"]
-    table = Table("The law of scaling (the paper's Figure 4)", columns, rows, claims, note)
+    table = Table("The scaling law (the paper's Figure 4)", columns, rows, claims, note)
     lines = {}
     for ngram in sorted({point.ngram for point in points}):
         mine = [point for point in points if point.ngram == ngram]

@@ -73,7 +73,7 @@ def straight(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def share(ngram: int, window: int, guesses: int, devices: int) -> int:
-    """The most rows of a device in Lookahead Parallelism: of a full window, and n-grams without common prefixes.
+    """The most rows of any device in Lookahead Parallelism, for a full window and n-grams without common prefixes.
 
     >>> [share(5, 15, 15, devices) for devices in (1, 2, 4, 8)]
     [120, 61, 36, 21]
@@ -88,7 +88,7 @@ def share(ngram: int, window: int, guesses: int, devices: int) -> int:
 
 
 def price(known: Sequence[tuple[int, float]], rows: int) -> float:
-    """The time of a step by rows, from measured ones (rows, time): linear in between and beyond; never below the first.
+    """The time of a step by rows, from measured (rows, time): linear in between and beyond; never below the first.
 
     >>> [price([(1, 1.0), (9, 1.4), (17, 2.4)], rows) for rows in (1, 5, 17, 25)]
     [1.0, 1.2, 2.4, 3.4]

@@ -31,7 +31,7 @@ GREEDY = 0.5  # the share of greedy answers
 WARM = (0.3, 1.1)  # the range of temperatures of the others
 HELD_OUT = ("held-out", "held-out-more")  # folders: answers to given prompts, and to derived ones
 FIELDS = ("prompt", "question", "instruction")
-CODE = "utf-8-sig"  # some editors begin a file with a byte order mark
+CODE = "utf-8-sig"  # some editors add a byte order mark
 
 
 @dataclass(frozen=True)
