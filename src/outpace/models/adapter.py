@@ -64,7 +64,7 @@ class Model(Protocol):
     context: int  # its context length
     turn: int | None  # the position at which it changes all rotary angles, if it does
     branches: bool  # False: rows must form one chain
-    packs: bool  # whether sequences may share a forward pass, and sequences with a common prefix its slots
+    packs: bool  # whether sequences may share a forward pass, and those with a common prefix its slots
     chunk: int  # the largest prefill chunk
     device: torch.device
     lists: bool  # whether it computes FixedRows
@@ -87,9 +87,9 @@ class Model(Protocol):
         ...
 
     def part(self, hidden: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-        """Of the hidden states of a full forward pass: [layers, rows, width]; without layers the last [rows, width].
+        """Select from the hidden states of a full forward pass those after `layers`: [layers, rows, width].
 
-        They must have been asked for by `keep`.
+        They must have been asked for by `keep`. Without layers: those after the last one, [rows, width].
         """
         ...
 

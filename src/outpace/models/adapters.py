@@ -54,7 +54,7 @@ def stamp_of(model: Any) -> int:
 
 
 def _modules(model: Any) -> list[Any]:
-    """All modules of a model: `modules()` makes a name for each, which takes milliseconds for every sequence."""
+    """All modules of a model, without their names: with them, `modules()` takes milliseconds for every sequence."""
     found = {id(model): model}
     waiting = [model]
     while waiting:

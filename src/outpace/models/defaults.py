@@ -33,8 +33,8 @@ class Defaults:
         left = [name for name in left if (name, getattr(self._config, name)) != ("num_beams", 1)]
         if left:
             _warn(
-                f"the model's generation_config has {', '.join(left)}, which Outpace does not take over: it decodes "
-                "greedily or samples, and ends a text by its end tokens, max_new_tokens and `stop`."
+                f"the model's generation_config has {', '.join(left)}, which Outpace does not support: it decodes "
+                "greedily or samples, and stops at end-of-sequence tokens, max_new_tokens and `stop`."
             )
         self._samples = bool(self._config.do_sample)
         self._config.do_sample = False

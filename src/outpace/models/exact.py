@@ -1,8 +1,8 @@
 """Exact mode on a CPU, in float32: a row has the same bits whatever other rows are in the batch.
 
-In torch the bits of a row depend on the batch for matrix products, attention, functions like SiLU (the remainder after
-the last full vector is computed by other code) and, in compiled layers, norms. `products.cpp` and `exact.cpp` compute
-all of these row by row. Everything else in a decoder is elementwise.
+In torch the bits of a row depend on the batch for matrix products, attention, functions like SiLU (other code computes
+the remainder after the last full vector) and, in compiled layers, norms. `products.cpp` and `exact.cpp` compute all of
+these row by row. Everything else in a decoder is elementwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     window: int = 0  # the sliding window, in positions; 0: none
 
 
-_LEAST = (13, 17)  # slots and depth: with 1, or with another size of the model, it would be compiled separately
+_LEAST = (13, 17)  # slots and depth: 1, or a size of the model, would be compiled separately
 
 
 def seen_by(rows: Placed) -> Seen:
@@ -74,7 +74,7 @@ def attend_exactly(
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Inside this context, functions whose bits depend on the batch run as our own code, or are refused."""
+    """A context in which functions whose bits depend on the batch run as our own code, or raise UnsupportedModel."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

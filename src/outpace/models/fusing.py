@@ -50,7 +50,7 @@ class Fusion:
 
 
 class _Joined(nn.Module):
-    """One product for several projections. Keeps the last result, because they are asked for one after another."""
+    """One product for several projections. It keeps the last result, because projections are computed one by one."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()

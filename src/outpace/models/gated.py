@@ -41,7 +41,7 @@ class GatedMLP(nn.Module):
 
 
 def fits(mlp: Any) -> bool:
-    """Whether the kernel supports it: as `narrow`, on such a GPU, gate and up fused, and exactly this function."""
+    """Whether the kernel supports an MLP: its GPU, dtype and sizes, gate and up fused, and exactly this function."""
     if set(mlp._modules) != CHILDREN or mlp._forward_hooks or mlp._forward_pre_hooks:
         return False
     gate, up = mlp.gate_proj, mlp.up_proj
@@ -61,7 +61,7 @@ def fits(mlp: Any) -> bool:
 
 @torch.inference_mode()
 def is_gated(mlp: Any) -> bool:
-    """Whether an MLP computes down(silu(gate(x)) * up(x)), by trying it, also with large values, which some clamp."""
+    """Whether an MLP computes down(silu(gate(x)) * up(x)): tried, also with large values, which some MLPs clamp."""
     if len(inspect.signature(mlp.forward).parameters) != 1:
         return False
     weight = mlp.gate_proj.joined.whole.weight

@@ -68,7 +68,7 @@ class File:
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls this kind of model."""
+        """llama.cpp's name for the architecture."""
         return str(self.metadata.get("general.architecture", ""))
 
     def _refuse(self, why: str) -> NoReturn:
@@ -84,7 +84,7 @@ class File:
         return int.from_bytes(self._take(size, what), "little")
 
     def _plausible(self, count: int, least: int, what: str) -> int:
-        """A count of items of at least `least` bytes each; refused if they cannot fit in the file."""
+        """A count of items of at least `least` bytes each. Raises ModelError if they cannot fit in the file."""
         if count * least > len(self._bytes) - self._at:
             self._refuse(f"its {what} of {count} is more than the file can hold")
         return count

@@ -10,7 +10,7 @@ import triton.language as tl
 
 # Arguments that change from step to step: without this, a kernel is compiled again if one is 1 or divisible by 16.
 VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count", "parts"]
-# Pointers into one buffer: the same, if one is not aligned to 16 bytes.
+# Pointers into one buffer: without this, a kernel is compiled again if one is not aligned to 16 bytes.
 BOXED = ["length", "positions", "slots", "tree", "whose", "tiles"]
 
 
@@ -277,7 +277,7 @@ def _walk_exactly(
 ):  # fmt: skip
     """As `_walk`, over cached tokens only: a row attends to everything before its `own` keys.
 
-    FOLD: the positions per split, each of which is summed separately first.
+    FOLD: the positions per split, if several are walked; each split is summed separately first.
     """
     part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
@@ -510,7 +510,7 @@ def split_product(
 ):  # fmt: skip
     """The same for one of several tiles of rows: all PARTS parts, or a single one, to be summed by `add_up`.
 
-    States and weights are descriptors; what is missing of TILE rows they fill with zeros.
+    States and weights are descriptors, which read zeros beyond the last row.
     """
     tile, first, part = tl.program_id(0) * TILE, tl.program_id(1) * OUTPUTS, tl.program_id(2)
     row, output = tile + tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
@@ -557,7 +557,7 @@ def gated(
 ):  # fmt: skip
     """SiLU(gate) × up for a tile of rows, with the weights of OUTPUTS gates and OUTPUTS outputs.
 
-    States and weights are descriptors; what is missing of TILE rows they fill with zeros.
+    States and weights are descriptors, which read zeros beyond the last row.
     """
     tile, first = tl.program_id(0) * TILE, tl.program_id(1) * OUTPUTS
     gate = tl.zeros([OUTPUTS, TILE], tl.float32)

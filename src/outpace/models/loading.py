@@ -25,10 +25,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FASTEST = "fastest"
 PACKED = "packed"
 WEIGHTS = {
-    PACKED: "as a GGUF file has them; the default for such files on a CPU",
+    PACKED: "quantized as in the GGUF file; the default for such files on a CPU",
     "q8": "rounded to 8 bits, on a CPU",
     "q4": "rounded to 4 bits, on a CPU",
-    "float32": "numbers of the dtype; the default otherwise",
+    "float32": "unquantized, in the model's dtype; the default otherwise",
 }
 
 
@@ -74,9 +74,9 @@ def load(
 
 
 def usual_weights(name: str, dtype: str | None, device: str | None, runtime: str) -> str | None:
-    """The default weights: those of an embedded model stay packed on a CPU.
+    """The default weights: on a CPU those of an embedded model stay packed, which is several times as fast.
 
-    They are several times as fast there. Benchmarks and training load full precision, as transformers does.
+    Benchmarks and training load full precision, as transformers does.
     """
     plain = dtype is None and runtime == "auto" and products.compiler() is not None
     return PACKED if plain and name in bundled.NAMES and resolve_device(device).type == "cpu" else None
@@ -214,7 +214,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
 
 @torch.inference_mode()
 def product_time(dtype: torch.dtype) -> float:
-    """Seconds that this CPU takes to multiply one row, and eight rows, with 16 million weights."""
+    """Seconds that this CPU takes to multiply one row, then eight rows, by 16 million weights."""
     weights = torch.ones(4096, 4096, dtype=dtype)
     seconds = list[float]()
     for rows in (torch.ones(count, 4096, dtype=dtype) for count in (1, 8)):

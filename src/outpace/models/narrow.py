@@ -4,10 +4,9 @@ cuBLAS splits the inputs of products with few outputs, and sums the parts in a s
 one program per 64 outputs is faster, since there is nothing to sum. For more rows, on GPUs with tensor descriptors,
 programs share the inputs of an output too, as far as that keeps all multiprocessors busy.
 
-A row has the same bits in a batch of any size: an output is always the sum of the same parts of the inputs
-(`parts_of`), each summed in the same order. Whether one program computes all parts of an output or only one makes no
-difference to the bits, nor do its numbers of rows and outputs. Beyond 128 rows cuBLAS is as fast or faster, and used
-unless `always` is set.
+A row has the same bits in any batch that these kernels compute: an output is always the sum of the same parts of the
+inputs (`parts_of`), each summed in the same order, whether a program computes all parts or only one, and whatever its
+numbers of rows and outputs. Beyond 128 rows cuBLAS is as fast or faster, and is used unless `always` is set.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from .launching import SPARE, device_of, early, fetches_tiles
 
 FEW_ROWS = 32
 MOST_ROWS = 128  # per program; beyond, cuBLAS is as fast or faster
-OUTPUTS = 64  # per program; WIDE for some
-BLOCK = 128  # inputs at a time; half as many for those
+OUTPUTS = 64  # per program; some have WIDE
+BLOCK = 128  # inputs at a time; half as many with WIDE outputs
 STAGES = 6  # pipeline stages
 SHARING_STAGES = 4  # the same, if two programs share a multiprocessor
 INPUTS = 2048  # the least per program, if several share an output
 BUSY = 2 / 3  # the least share of busy multiprocessors
-PROCESSORS = 132  # multiprocessors that parts are made for: bits depend on it, and on INPUTS
+PROCESSORS = 132  # multiprocessors that the parts are chosen for: bits depend on this and on INPUTS
 WIDE = 128  # outputs per program, if there are many outputs or rows
 PIECE = 1024  # values per program that sums parts
 

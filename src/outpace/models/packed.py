@@ -1,7 +1,7 @@
 """Packed weights on a CPU: matrices in GGUF's block formats, and modules that compute with them.
 
-`packed.cpp` has the products, `packed.h` says how a matrix is stored. It needs nothing of torch, so it is a library of
-its own, called by ctypes; the system's C++ compiler builds it at first use.
+`packed.cpp` has the matrix products, `packed.h` the layout of a matrix. The library does not link to torch, and is
+called by ctypes; the system's C++ compiler builds it at first use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMATS = tuple(GGMLQuantizationType[f"Q{name}"] for name in ("4_0", "4_1", "5_0
 
 
 class Weights(ctypes.Structure):
-    """As packed.h has it."""
+    """The struct of packed.h."""
 
     _fields_ = (
         ("cells", c_void_p),
@@ -45,7 +45,7 @@ class Weights(ctypes.Structure):
 
 @functools.cache
 def library(flags: Sequence[str] = FLAGS) -> Any:
-    """The products, built if they are not yet."""
+    """The compiled library, built at first use."""
     path = products.build(products.folder(), sources=SOURCES, headers=HEADERS, flags=flags, torch_too=False)
     found = ctypes.CDLL(str(path))
     found.packed_bytes.restype = c_int64
@@ -60,7 +60,7 @@ def library(flags: Sequence[str] = FLAGS) -> Any:
 
 
 class Matrix:
-    """A packed matrix [outputs, inputs]. `order` says which row of `raw` each output is."""
+    """A packed matrix [outputs, inputs]. `order` has the row of `raw` for each output."""
 
     def __init__(
         self, raw: np.ndarray[Any, Any], kind: GGMLQuantizationType, order: np.ndarray[Any, Any] | None = None
@@ -80,19 +80,19 @@ class Matrix:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, kind: GGMLQuantizationType) -> Matrix:
-        """Numbers, rounded to a format: one that `gguf` can write."""
+        """Quantize floats to a format that `gguf` can write."""
         return cls(quants.quantize(numbers.detach().float().cpu().numpy(), kind), kind)
 
     def weights(self, bias: torch.Tensor | None = None) -> Weights:
-        """Where it lies; good as long as this object is."""
+        """Pointers to the matrix; valid as long as this object lives."""
         return Weights(
             self.cells.data_ptr(), None if bias is None else bias.data_ptr(), self.kind, self.outputs, self.inputs
         )
 
     def rows(self, outputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """[..., inputs] the weights of these outputs as numbers, times `scale`."""
-        if outputs.is_floating_point():  # hidden states, where a model's modules are tried out
-            raise TypeError(f"rows are asked for by number, not by {outputs.dtype}")
+        """[..., inputs] the weights of these outputs as floats, times `scale`."""
+        if outputs.is_floating_point():  # hidden states, when a model's modules are tried out
+            raise TypeError(f"row indices must be integers, not {outputs.dtype}")
         asked = outputs.reshape(-1).to(torch.int64).contiguous()
         found = torch.empty(len(asked), self.inputs)
         if len(asked):
@@ -103,12 +103,12 @@ class Matrix:
 
     @property
     def numbers(self) -> torch.Tensor:
-        """All of it as numbers."""
+        """The whole matrix as floats."""
         return self.rows(torch.arange(self.outputs))
 
 
 class PackedLinear(nn.Module):
-    """Stands where a Linear was."""
+    """Takes the place of a Linear."""
 
     filled: torch.Tensor | None
 
@@ -117,14 +117,14 @@ class PackedLinear(nn.Module):
         self.matrix = matrix
         self.in_features, self.out_features = matrix.inputs, matrix.outputs
         filled = None
-        if bias is not None:  # as long as the panels
+        if bias is not None:  # padded to whole panels
             filled = torch.zeros(-(-matrix.outputs // LANES) * LANES)
             filled[: matrix.outputs] = bias.detach().float()
         self.register_buffer("filled", filled, persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as numbers, made anew."""
+        """The weights as floats, dequantized at each access."""
         return self.matrix.numbers
 
     @property
@@ -132,7 +132,7 @@ class PackedLinear(nn.Module):
         return None if self.filled is None else self.filled[: self.out_features]
 
     def weights(self) -> Weights:
-        """Where they lie."""
+        """Pointers to weights and bias."""
         return self.matrix.weights(self.filled)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Stands where an Embedding was; `scale` is what that multiplied with."""
+    """Takes the place of an Embedding that multiplied its weights by `scale`."""
 
     def __init__(self, matrix: Matrix, scale: float = 1.0) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as numbers, made anew."""
+        """The weights as floats, dequantized at each access."""
         return self.matrix.numbers
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

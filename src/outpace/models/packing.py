@@ -1,4 +1,4 @@
-"""Models with packed weights: from a GGUF file as it is, or from a loaded model by rounding."""
+"""Models with packed weights: read from a GGUF file, or quantized from a loaded model."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .gguf import File, Tensor
 from .packed import BLOCK, FORMATS, Q4, Q8, Matrix, PackedEmbedding, PackedLinear
 
 KINDS = {"q8": Q8, "q4": Q4}
-"""What a model's own numbers may be rounded to."""
+"""The formats that a loaded model can be quantized to."""
 
 
 @dataclass(frozen=True)
 class Changes:
     """What llama.cpp's converter changes in the weights of an architecture."""
 
-    turned: bool = False  # the rows of queries and keys go in another order, for its rotary positions
-    lifted: bool = False  # one is added to the weights of norms
+    turned: bool = False  # it permutes the rows of queries and keys, for its rotary embedding
+    lifted: bool = False  # it adds one to the weights of norms
 
 
 ARCHITECTURES = {
@@ -45,11 +45,11 @@ ARCHITECTURES = {
     "gemma2": Changes(lifted=True),
     "gemma3": Changes(lifted=True),
 }
-"""Architectures whose weights are used as they are in the file. Others go through transformers and 8 bits."""
+"""Architectures whose weights stay as they are in the file. Others are dequantized, then quantized to 8 bits."""
 
 
 def prepared(file: File) -> Path:
-    """A folder with the config and the tokenizer of a GGUF file, made once by transformers, which takes a while."""
+    """A folder with the config and the tokenizer of a GGUF file. transformers makes it, once: that takes a while."""
     folder = user_cache_path("outpace", appauthor=False) / "gguf" / file.digest[:32]
     if folder.is_dir():
         return folder
@@ -105,7 +105,7 @@ class _Filling:
         self.changes = ARCHITECTURES[file.architecture]
         number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
         self.names = gguf.get_tensor_name_map(number, self.config.num_hidden_layers)
-        self.rounded: dict[str, str] = {}  # tensors of formats that we have no products for
+        self.rounded: dict[str, str] = {}  # tensors of formats that we have no kernel for
         self.shared: dict[str, Matrix] = {}
 
     def fill(self) -> None:
@@ -128,7 +128,7 @@ class _Filling:
     def _tensor(self, name: str) -> Tensor:
         found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found not in self.file.tensors and name == "lm_head.weight":
-            found = "token_embd.weight"  # one matrix is both
+            found = "token_embd.weight"  # tied
         if found is None or found not in self.file.tensors:
             raise ModelError(f"{self.file.path} has no tensor for {name} (looked for {found}).")
         return self.file.tensors[found]
@@ -161,7 +161,7 @@ class _Filling:
             )
 
     def _order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
-        """The row of the file for each output, where the converter has permuted them."""
+        """The row of the file for each output, if the converter has permuted them."""
         if not self.changes.turned or not name.endswith(("q_proj", "k_proj")):
             return None
         heads = self.config.num_attention_heads if name.endswith("q_proj") else self.config.num_key_value_heads
@@ -187,9 +187,9 @@ def _unpacked(file: File, tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """Pack a loaded model's matrices, in place. Embeddings and output head keep 8 bits.
+    """Quantize a loaded model's matrices in place, embeddings and output head to 8 bits.
 
-    Those that do not come out even, and all that is no matrix, stay as they are.
+    Matrices whose inputs are no multiple of BLOCK stay as they are.
     """
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     shared: dict[int, Matrix] = {}

@@ -61,7 +61,7 @@ class Products:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """A context in which every module is back in its place."""
+        """A context in which the original modules are in place."""
         ours = [owner._modules[name] for owner, name, _ in self._done]
         for owner, name, child in self._done:
             owner._modules[name] = child
@@ -159,7 +159,7 @@ def build(
             f"{' or '.join(compilers)}. {REMEDY}"
         )
     root = Path(torch.__file__).parent
-    # The compiler's macros name its version and every instruction set of this processor.
+    # The predefined macros include the compiler's version and all instruction sets of this CPU.
     macros = _run(found, *flags, "-E", "-dM", "-x", "c++", os.devnull)
     texts = [source.read_text() for source in (*headers, *sources)]
     parts = (*texts, macros, *((torch.__version__, str(root)) if torch_too else ()), found, *flags)

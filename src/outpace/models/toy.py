@@ -1,4 +1,4 @@
-"""Models of a few lines, for tests and examples."""
+"""A model of a few lines, for tests and examples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Batches of whole sequences: what training needs of a transformers model.
-
-Here the user's model runs as it is, without the mirror and the pool.
-"""
+"""Batches of whole sequences, for training. The user's model runs as it is, without the mirror and the pool."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from transformers.masking_utils import sdpa_mask
 from ..errors import OutpaceWarning
 from .hf import attend
 
-CHECKED = 32  # tokens of each text, until it is looked who has ended
-FULL = 0.85  # the others go on alone, where they are no more than this share
-BATCHED = "outpace_batched"  # the name under which `attend_in_batches` is known to transformers
+CHECKED = 32  # steps between two checks for finished sequences
+FULL = 0.85  # finished sequences are dropped if no more than this share is unfinished
+BATCHED = "outpace_batched"  # the name of `attend_in_batches` in transformers
 
 
 def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor) -> torch.Tensor:
@@ -36,8 +33,8 @@ def states_behind(
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Hidden states [texts, length, width] of whole sequences [texts, length]: after the last and some other layers.
 
-    `norm` is the name of what follows the last layer (`HFModel.norm`). No mask says where a text has ended: no
-    position sees what fills up behind it, and attention is quicker without.
+    `norm` is the name of the module after the last layer (`HFModel.norm`). There is no padding mask: padding is on the
+    right, where no position attends to it, and attention is faster without a mask.
     """
     decoder = model.get_decoder()
     final: list[torch.Tensor] = []
@@ -115,7 +112,7 @@ class _Texts:
         self.mask[:, :longest] = self.tokens[:, :longest] >= 0
         self.length = longest  # positions that have a token
         self.at = torch.tensor([longest - 1], device=device)  # the last of them
-        self.whose = torch.arange(count, device=device)  # of the texts that go on, which they are
+        self.whose = torch.arange(count, device=device)  # the index of each sequence that is left
         self.ended = torch.zeros(count, dtype=torch.bool, device=device)
         self.newest = torch.zeros(count, 1, dtype=torch.long, device=device)
         self.positions = self.mask[:, :longest].sum(1, keepdim=True) - 1  # of the newest tokens
@@ -140,7 +137,7 @@ class _Texts:
             for shown in range(length - count, length):
                 self._take(self._logits(self.newest, self.mask[:, :shown].long(), self.positions))
             return
-        self._step()  # as it is: nothing may be set up for the first time while a graph is captured
+        self._step()  # uncaptured first: nothing may be initialized during a capture
         graph = self._capture() if count > 1 and self.captured else None
         for _ in range(count - 1):
             self._step() if graph is None else graph.replay()
@@ -160,7 +157,7 @@ class _Texts:
             self.captured = False
             reason = str(error).strip().split("\n")[0]
             warnings.warn(
-                f"answers are written without CUDA graphs, and slower: {reason}", OutpaceWarning, stacklevel=2
+                f"answers are generated without CUDA graphs, which is slower: {reason}", OutpaceWarning, stacklevel=2
             )
             return None
         return graph
@@ -247,7 +244,7 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def select(self, kept: torch.Tensor, length: int) -> None:
-        """Keep these sequences only; this many positions are written."""
+        """Keep only these sequences, of which `length` positions are written."""
         seen = self.get_seq_length()
         del self.keys, self.values
         for number, place in enumerate(self._places):
@@ -291,7 +288,7 @@ def attend_in_batches(
     if query.shape[2] > 1 or special:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        sees = attention_mask | ~attention_mask.any(-1, keepdim=True)  # what only fills up sees anything: no NaN
+        sees = attention_mask | ~attention_mask.any(-1, keepdim=True)  # padding attends to everything, to avoid NaN
         return attend(module, query, key, value, sees, scaling, **others)
     together = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     scores = together @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -304,7 +301,7 @@ AttentionMaskInterface.register(BATCHED, sdpa_mask)
 
 
 def layer_sizes(model: PreTrainedModel) -> dict[str, Any]:
-    """The sizes of one layer of a model, for blocks like it."""
+    """The sizes of a model's layers, for blocks of the same shape."""
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -321,12 +318,12 @@ def layer_sizes(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def last_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
-    """A model's last layers, its own."""
+    """A model's own last layers."""
     return layers_of(model)[-count:]
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """A model's layers, its own; none where they are in no list."""
+    """A model's own layers; none if they are not in a ModuleList."""
     layers = model.config.get_text_config().num_hidden_layers
     for child in model.get_decoder().children():
         if isinstance(child, nn.ModuleList) and len(child) == layers:
