@@ -22,7 +22,7 @@ from outpace.models.adapter import Output
 from outpace.models.exact import ExactFunctions, Seen, attend_exactly, seen_by
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
-from outpace.pool import Packed
+from outpace.pool import Packed, Pool
 from outpace.receipt import check
 from outpace.runtime.choose import engine_for
 from outpace.runtime.exact import ExactEngine
@@ -291,11 +291,16 @@ def test_it_checks_itself(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_engines_stay_as_they_are() -> None:
     model = HFModel(tiny("Llama"))
-    text, draft = [5, 9, 7, 3], chain(3, (8, 2), "")
-    before = model._logits(text, draft)
+
+    def logits() -> torch.Tensor:
+        pool = Pool(model.device, capacity=16)
+        with pool.sequence([5, 9, 7, 3]) as sequence:
+            return model.forward(pool, pool.place(sequence, chain(3, (8, 2), "")), logits=3).logits
+
+    before = logits()
     engine_for(model, exact=True)
     model.unfuse()
-    assert torch.equal(model._logits(text, draft), before)
+    assert torch.equal(logits(), before)
 
 
 def test_a_receipt_of_exact_mode_compares_bits() -> None:

@@ -24,8 +24,9 @@ from outpace import (
 from outpace.draft import Draft, Verdict, chain
 from outpace.heads import KINDS
 from outpace.methods import METHODS as METHODS_BY_NAME
+from outpace.models.checking import disagreement
 from outpace.models.gated import GatedMLP
-from outpace.models.hf import HFModel, _disagreement
+from outpace.models.hf import HFModel
 from outpace.models.launching import fetches_tiles
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
@@ -112,7 +113,7 @@ def test_products_of_our_own_change_no_more_than_rounding_does() -> None:
     assert joined == fetches_tiles(model.device)
     engine = GraphEngine(model, capacity=2048)
     for rows in (6, 20, 50, 100, 200, 300):
-        assert _disagreement(in_a_tree(engine, prompt, answer, rows, rng), expected) < 0.05
+        assert disagreement(in_a_tree(engine, prompt, answer, rows, rng), expected) < 0.05
 
 
 def test_a_step_has_the_same_bits_every_time() -> None:

@@ -28,7 +28,7 @@ LEVELS = [
     ["methods"],
     ["loop"],
     ["batch"],
-    ["text", "grammar"],
+    ["text", "grammar", "prompt", "result"],
     ["options"],
     ["hook", "decoder"],
     ["parallel", "trace"],

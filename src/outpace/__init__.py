@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .decoder import Batch, Decoder, Result, load
+    from .decoder import Batch, Decoder, load
     from .draft import Draft, Scores, Step, Tree, Verdict
     from .errors import (
         BatchError,
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     )
     from .options import BatchOptions, Options
     from .picking import Sampling
+    from .result import Result
     from .runtime.costs import CostCurve
 
 __version__ = "0.1.0"
 
 # torch and transformers take seconds to import, so a name is fetched from its home when it is first used.
 _HOMES = {
-    "decoder": ("Batch", "Decoder", "Result", "load"),
+    "decoder": ("Batch", "Decoder", "load"),
     "draft": ("Draft", "Scores", "Step", "Tree", "Verdict"),
     "errors": (
         "BatchError",
@@ -80,6 +81,7 @@ _HOMES = {
     ),
     "options": ("BatchOptions", "Options"),
     "picking": ("Sampling",),
+    "result": ("Result",),
     "runtime.costs": ("CostCurve",),
 }
 

@@ -17,10 +17,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .decoder import Result
 from .draft import Step
 from .methods import Method
 from .race import Race
+from .result import Result
 from .text import TextStream
 from .trace import settings_of
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from operator import index
 from os import PathLike
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .batch import MOST, Event, Request, Writing
-from .draft import MODEL, Likely, Step
-from .errors import BatchError, InputError, ModelError, OutpaceError
+from .draft import Step
+from .errors import BatchError, InputError, OutpaceError
 from .grammar import Constraint, Grammar, words_of
 from .loop import Extras, Hint, decode
 from .methods import DEFAULT, Method, make
@@ -25,6 +24,8 @@ from .models.loading import load as load_model
 from .models.loading import usual_weights
 from .options import BatchOptions, Options, check_settings, settled
 from .picking import Sampling
+from .prompt import Prompt, encode, is_batch
+from .result import Result
 from .runtime import calibrate
 from .runtime.choose import engine_for
 from .runtime.costs import load as load_costs
@@ -35,147 +36,9 @@ from .text import Ending, TextStream
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
-"""A string, token ids, or a chat: a list of messages with `role` and `content`. A list of prompts is a batch."""
-
 T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
-
-
-@dataclass
-class Result:
-    """The output for one prompt, as it grows, with statistics of its decoding."""
-
-    method: str
-    lossless: bool
-    prompt_tokens: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)  # for each token, the source that drafted it, or "model"
-    accepted_per_step: list[int] = field(default_factory=list)
-    seconds: float = 0.0  # in a batch: until the sequence ends, work for others included
-    rows: int = 0  # computed by the model, in all steps
-    offered: dict[str, int] = field(default_factory=dict)  # draft tokens among them, by source
-    seconds_by_part: dict[str, float] = field(default_factory=dict)  # draft, score, verify, learn
-    cost: tuple[float, float] = (0.0, 0.0)  # of all steps, and of plain decoding, where known
-    finish_reason: str | None = None
-    error: Exception | None = None  # of a failed sequence of a batch; finish_reason is then "error"
-    logprobs: list[Likely] = field(default_factory=list)  # for each token, if requested
-    reused: int = 0  # prompt tokens found in the KV cache
-    seconds_to_first_token: float | None = None  # prefill, and compilation at first use
-
-    @property
-    def new_tokens(self) -> int:
-        """The number of generated tokens."""
-        return len(self.token_ids)
-
-    @property
-    def steps(self) -> int:
-        """The number of decoding steps."""
-        return len(self.accepted_per_step)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Generated tokens per step; 1 with plain decoding."""
-        return self.new_tokens / self.steps if self.steps else 0.0
-
-    @property
-    def rows_per_step(self) -> float:
-        """Rows computed per step; 1 with plain decoding."""
-        return self.rows / self.steps if self.steps else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed, prefill included."""
-        return self.new_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def decoding_tokens_per_second(self) -> float:
-        """Speed after the first step: prefill, and compilation at first use, are excluded."""
-        if self.steps < 2 or self.seconds_to_first_token is None:
-            return self.tokens_per_second
-        return sum(self.accepted_per_step[1:]) / max(self.seconds - self.seconds_to_first_token, 1e-9)
-
-    @property
-    def accepted(self) -> dict[str, int]:
-        """Accepted draft tokens, by source."""
-        return {name: self.sources.count(name) for name in dict.fromkeys(self.sources) if name != MODEL}
-
-    @property
-    def times_plain(self) -> float | None:
-        """The estimated speedup over plain decoding, from the cost of a one-row step; None if that is unknown.
-
-        Prefill is excluded.
-        """
-        steps, plain = self.cost
-        return plain / steps if steps else None
-
-    @property
-    def remark(self) -> str | None:
-        """A note on what the method did, if its name is misleading; otherwise None."""
-        if self.method == "lookahead" and [*self.offered] == ["history"]:
-            return "a window does not pay here, so all draft tokens came from the text, as in prompt-lookup"
-        return None
-
-    def follow(self, stream: Iterator[Step]) -> Iterator[Step]:
-        """Pass steps on, counted and timed. The consumer's own time is not counted."""
-        while True:
-            start = perf_counter()
-            step = next(stream, None)
-            self.seconds += perf_counter() - start
-            if step is None:
-                return
-            self.take(step)
-            yield step
-
-    def take(self, step: Step) -> None:
-        """Add a step."""
-        if self.seconds_to_first_token is None:
-            self.seconds_to_first_token = self.seconds
-        self.text += step.text
-        self.token_ids += step.tokens
-        self.sources += step.sources
-        self.accepted_per_step.append(len(step.tokens))
-        self.finish_reason = step.finish
-        self.logprobs += step.logprobs
-        self.reused += step.reused
-        self.lossless = self.lossless and step.lossless
-        self.rows += len(step.draft)
-        for source in step.draft.sources[1:]:
-            self.offered[source] = self.offered.get(source, 0) + 1
-        for part, seconds in step.seconds.items():
-            self.seconds_by_part[part] = self.seconds_by_part.get(part, 0.0) + seconds
-        if step.cost is not None:
-            spent, single = step.cost
-            self.cost = (self.cost[0] + spent, self.cost[1] + single * len(step.tokens))
-
-    def to_json(self) -> dict[str, object]:
-        """The result as plain values: what `outpace generate --json` prints."""
-        return {name: getattr(self, name) for name in _JSON}
-
-
-_JSON = (
-    "text",
-    "token_ids",
-    "prompt_tokens",
-    "new_tokens",
-    "steps",
-    "tokens_per_step",
-    "seconds",
-    "seconds_to_first_token",
-    "tokens_per_second",
-    "method",
-    "finish_reason",
-    "accepted_per_step",
-    "rows",
-    "offered",
-    "accepted",
-    "times_plain",
-    "remark",
-    "seconds_by_part",
-    "lossless",
-)
 
 
 class Decoder:
@@ -467,7 +330,7 @@ class Decoder:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The prompt's token ids, through the chat template unless `raw`."""
-        tokens = self._encode(prompt, raw)
+        tokens = encode(prompt, self.tokenizer, self.model.name, raw)
         if not tokens:
             raise InputError("the prompt is empty. Give at least one token.")
         for token in (min(tokens), max(tokens)):
@@ -476,51 +339,6 @@ class Decoder:
                     f"the prompt has token id {token}; the model's ids are 0 to {self.model.vocabulary - 1}."
                 )
         return tokens
-
-    def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()  # a tensor or an array of token ids
-        if not isinstance(prompt, str):
-            items: list[Any] = [None]
-            if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-                items = list(prompt)
-            if {*map(type, items)} == {int}:  # quicker than to look at each
-                return items
-            ids = [index(item) for item in items if isinstance(item, SupportsIndex) and not isinstance(item, bool)]
-            if len(ids) == len(items):
-                return ids
-            if not all(isinstance(item, Mapping) for item in items):
-                raise InputError(
-                    f"the prompt is {prompt!r:.60}: it must be a string, a list of token ids, a list of chat messages, "
-                    "or a list of such prompts."
-                )
-        if self.tokenizer is None:
-            raise InputError("a prompt as text needs a tokenizer. Give token ids, or pass a tokenizer to Decoder.")
-        if isinstance(prompt, str):
-            check_text("the prompt", prompt)
-            if raw:
-                return list(self.tokenizer(prompt)["input_ids"])
-            if not prompt.strip():
-                raise InputError("the prompt is empty. Give at least one word.")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return self._apply_template(messages)
-
-    def _apply_template(self, messages: Sequence[Any]) -> list[int]:
-        check_messages(messages)
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ModelError(
-                f"the tokenizer of {self.model.name} has no chat template. Pass raw=True (--raw) to use the prompt as "
-                "it is, or set tokenizer.chat_template."
-            )
-        try:
-            found = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            return list(found)
-        except Exception as error:  # templates raise what they like
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise InputError(
-                f"the chat template of {self.model.name} rejects these messages ({roles}): {str(error).rstrip('.')}. "
-                "Change their roles or their order, or pass raw=True (--raw) with your own prompt."
-            ) from error
 
     def _limit(self, prompt_length: int, max_new_tokens: int) -> int:
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
@@ -579,66 +397,6 @@ class Batch:
     def close(self) -> None:
         """End all sequences."""
         self._writing.close()
-
-
-def check_text(what: str, text: str) -> None:
-    """Raise InputError for a string that no tokenizer accepts.
-
-    >>> check_text("the prompt", "caf\\udce9")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    outpace.errors.InputError: the prompt has a lone surrogate, '\\udce9', at character 3: bytes that are not ...
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{what} has a lone surrogate, {text[error.start]!a}, at character {error.start}: bytes that are not "
-            "valid text. Decode them with errors='replace'."
-        ) from None
-
-
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raise InputError unless this is a chat."""
-    for number, message in enumerate(messages):
-        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
-            raise InputError(f"message {number} is {message!r:.80}: it must be a dict with a role and a content.")
-        content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            raise InputError(
-                f"message {number} ({message['role']}) has the content {content!r:.60}, which must be a string."
-            )
-        parts = content if isinstance(content, list) else [{"text": content or ""}]
-        for part in parts:
-            if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
-                raise InputError(
-                    f"message {number} ({message['role']}) has the part {part!r:.60}: only text parts are supported, "
-                    'like {"type": "text", "text": "…"}.'
-                )
-            check_text(f"message {number}", part["text"])
-
-
-def is_batch(prompt: Any) -> bool:
-    """Whether this is a list of prompts: of strings, of lists of token ids, or of chats.
-
-    >>> is_batch("a"), is_batch([1, 2]), is_batch([{"role": "user", "content": "a"}])
-    (False, False, False)
-    >>> is_batch(["a", "b"]), is_batch([[1, 2], "b"]), is_batch([[{"role": "user", "content": "a"}]])
-    (True, True, True)
-    """
-    if hasattr(prompt, "tolist"):
-        if getattr(prompt, "ndim", 1) > 1:
-            raise InputError(
-                f"the prompt is an array of {prompt.ndim} dimensions, which may have padding. Give a list of prompts "
-                "without padding."
-            )
-        return False
-    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
-        return False
-    return len(prompt) > 0 and all(
-        (isinstance(item, str | Sequence) and not isinstance(item, bytes)) or getattr(item, "ndim", 0) == 1
-        for item in prompt
-    )
 
 
 _EACH = ("method", "sampling", "max_new_tokens")  # options that may differ from prompt to prompt

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .decoder import Decoder, Prompt, Result
+from .decoder import Decoder
 from .draft import Step
 from .methods import Method
 from .picking import Sampling
+from .prompt import Prompt
+from .result import Result
 
 WARM_UP_TOKENS = 3
 

@@ -11,12 +11,13 @@ from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..decoder import Decoder, Result
+from ..decoder import Decoder
 from ..draft import MODEL, Step
 from ..errors import OutpaceError
 from ..methods import METHODS, Auto, Autoregressive, Method, SelfSpeculative
 from ..methods.auto import Known
 from ..picking import Sampling
+from ..result import Result
 from ..runtime.calibrate import measure
 from ..runtime.costs import CostCurve
 from ..step.chances import SAID, Chances

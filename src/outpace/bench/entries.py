@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ..decoder import Decoder, Result
+from ..decoder import Decoder
 from ..draft import Step
 from ..loop import decode
 from ..methods import Method
 from ..models.attention import without_cudnn
 from ..picking import Sampling
+from ..result import Result
 from ..text import Ending, TextStream
 from ..trace import record, settings_of
 

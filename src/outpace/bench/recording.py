@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..decoder import Decoder, Result
+from ..decoder import Decoder
 from ..draft import Step
 from ..methods import Method
 from ..race import WARM_UP_TOKENS, Race
+from ..result import Result
 from .data import Question
 from .entries import Entry, Ours, Run, Task, finished, lane_of
 from .harness import Measured, Settings, compare

@@ -16,10 +16,11 @@ from .loading import load_both
 from .settings import choose_for_race
 
 if TYPE_CHECKING:
-    from ..decoder import Decoder, Result
+    from ..decoder import Decoder
     from ..draft import Step
     from ..methods import Method
     from ..race import Race
+    from ..result import Result
 
 # The answer alternates between repetition (the class, its methods) and new text: easy and hard to draft.
 PROMPT_FOR_RACE = """\

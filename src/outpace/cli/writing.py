@@ -17,8 +17,9 @@ from .prompts import Entry, read_entries
 from .settings import choose_method
 
 if TYPE_CHECKING:
-    from ..decoder import Decoder, Result
+    from ..decoder import Decoder
     from ..draft import Step
+    from ..result import Result
 
 
 def generate(

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import OutpaceWarning
-from .hf import attend
+from .mirror import attend
 
 CHECKED = 32  # steps between two checks for finished sequences
 FULL = 0.85  # finished sequences are dropped if no more than this share is unfinished

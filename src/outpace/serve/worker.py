@@ -16,9 +16,10 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from ..batch import Writing
-from ..decoder import Decoder, Result, with_text
+from ..decoder import Decoder, with_text
 from ..draft import Step
 from ..methods.base import Method
+from ..result import Result
 from ..text import TextStream
 from .faults import Fault, busy, not_ready, too_late
 
