@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outpace import AdaDecode, Amphista, Block, Decoder, Hydra, Medusa, Sampling
 from outpace.heads import BlockSettings
@@ -17,6 +19,7 @@ from outpace.methods.headed import Ready
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
 
+from .test_attention import DEVICE, lists, placed, random_tree
 from .test_cli import folder
 from .test_cli_bench import wide
 from .test_heads import random_heads
@@ -241,3 +244,18 @@ def test_what_needs_a_gpu_says_so(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         arguments_of("shape")
     assert "shape needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_dense_mask_shows_what_slot_lists_do(fused: bool) -> None:
+    from lab.graphs import Dense
+
+    rng = random.Random(5)
+    pool, rows = placed(20, random_tree(70, rng), rng)
+    given, slots = lists(pool, rows, 0, False), pool.capacity + 1
+    query = torch.randn(1, 6, 70, 16, device=DEVICE)
+    keys, values = torch.randn(2, 1, 2, slots, 16, device=DEVICE)
+    dense = Dense(2, fused)
+    expected = torch.ops.outpace.slot_attention(query, keys, values, *given, 0.25, 0.0)
+    for _ in range(2):  # two layers, one mask
+        torch.testing.assert_close(dense(query, keys, values, given, 0.25, 0.0), expected, rtol=1e-5, atol=1e-5)

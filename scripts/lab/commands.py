@@ -7,6 +7,7 @@
     python scripts/lab modes     --model DIR --data FILE --times 8   `auto` in exact mode beside fast mode, in turns
     python scripts/lab sampling  --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
     python scripts/lab shape                                         a step of Llama-3.1-8B's shape, by rows and context
+    python scripts/lab masks                                         attention over slot lists beside a dense mask
     python scripts/lab kernels   [--only products gated attention]   exact mode's kernels: bits and prices
     python scripts/lab prices    [--model DIR --each 0]              what a step costs in exact mode, and without
     python scripts/lab texts     --model DIR --data FILE --together 1 16   exact mode: same outputs with every method
@@ -43,10 +44,10 @@ from . import batches, graphs, kernels, papers, replaying, speeds
 COMMANDS = {
     **{part.__name__: part for part in (speeds.speeds, speeds.ablate, speeds.steps, speeds.equal)},
     **{part.__name__: part for part in (batches.together, batches.modes, batches.sampling, batches.texts)},
-    **{part.__name__: part for part in (graphs.shape, graphs.prices, replaying.replay)},
+    **{part.__name__: part for part in (graphs.shape, graphs.masks, graphs.prices, replaying.replay)},
     **{part.__name__: part for part in (kernels.kernels, papers.reproduce, papers.accuracies)},
 }
-ON_GPUS = ("shape", "kernels", "ablate")
+ON_GPUS = ("shape", "masks", "kernels", "ablate")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -16,6 +17,8 @@ from rich.table import Table
 
 from outpace import Method, Sampling
 from outpace.draft import chain
+from outpace.models import attention
+from outpace.models.attention import SlotLists, attend_by_mask
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
 from outpace.runtime import graphs
@@ -82,6 +85,79 @@ def shape(arguments: argparse.Namespace) -> None:
         table.add_row(str(rows), str(length), *(f"{value:.2f}" for value in (graph, *ratios, wall)))
     for rows in (1, 32, 128):
         profile(f"{rows} rows", graph_of(engine, rows, 1024).replay)
+    CONSOLE.print(table)
+
+
+class Dense:
+    """Attention with a dense mask over the whole pool, in place of `attention._launch`; for one sequence.
+
+    The mask is made once per forward pass. `fused`: by torch's kernel that takes a mask; else product by product.
+    """
+
+    def __init__(self, layers: int, fused: bool) -> None:
+        self._layers = layers
+        self._fused = fused
+        self._calls = 0
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        lists: SlotLists,
+        scaling: float,
+        softcap: float,
+    ) -> torch.Tensor:
+        if self._calls % self._layers == 0:
+            self._mask = mask_of(lists, keys.shape[2])
+        self._calls += 1
+        if self._fused:
+            mixed = attend_by_mask(query, keys, values, self._mask, scaling)
+        else:
+            groups = query.shape[1] // keys.shape[1]
+            scores = query @ keys.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+            weights = scores.masked_fill(~self._mask, float("-inf")).softmax(-1, dtype=torch.float32)
+            mixed = weights.to(query.dtype) @ values.repeat_interleave(groups, 1)
+        return mixed.transpose(1, 2).contiguous()
+
+
+def mask_of(lists: SlotLists, slots: int) -> torch.Tensor:
+    """The mask [rows, slots] of one sequence's rows. Its shape, and all shapes on the way, depend on sizes alone."""
+    rows, at = len(lists.positions), lists.positions[:, None]
+    place = torch.arange(lists.text.shape[1], device=at.device)
+    cached = (place < lists.length[0]) & (place <= at)
+    row = torch.arange(rows, device=at.device)
+    drafted = lists.tree[:, row // 64] >> (row % 64) & 1
+    count = torch.zeros(rows, slots, dtype=torch.long, device=at.device)
+    count.scatter_add_(1, lists.text[:1].expand(rows, -1), cached.long())  # padding adds nothing
+    count.scatter_add_(1, lists.slots.expand(rows, -1), drafted)
+    count[:, 0] += count.sum(1) == 0  # unused rows see some slot, so that no softmax is NaN
+    return count > 0
+
+
+def masks(arguments: argparse.Namespace) -> None:
+    """Attention over slot lists beside attention with a dense mask: forward passes of the 8B shape, in turn."""
+    model = llama_8b()
+    table = Table("tokens", *(f"{rows} rows" for rows in ROWS), title="8B: ms by slot lists; × with a mask, fused; not")
+    for length in (256, 1024, 4096):
+        runs: list[list[Callable[[], Any]]] = []
+        for kind in (None, True, False):
+            adapted = HFModel(model, check=not runs)
+            adapted.fuse()
+            adapted.replace_products()
+            engine = GraphEngine(adapted, capacity=length + 2 * ROWS[-1])
+            launch = attention._launch if kind is None else Dense(adapted.layers, kind)
+            with patch.object(attention, "_launch", launch):
+                for rows in ROWS:
+                    launched(engine, rows, length, repeats=1)
+            runs.append([graph_of(engine, rows, length).replay for rows in ROWS])
+        cells = []
+        for same in zip(*runs, strict=True):
+            times = [[median_ms(run, 1) for run in same] for _ in range(15)]
+            lists, *dense = (statistics.median(kind) for kind in zip(*times, strict=True))
+            cells.append(f"{lists:.2f}; " + ", ".join(f"{each / lists:.2f}" for each in dense))
+        table.add_row(str(length), *cells)
+        print(length, cells, flush=True)
     CONSOLE.print(table)
 
 
