@@ -549,7 +549,7 @@ def test_a_picture_of_the_stairs(folder: Path, tmp_path: Path) -> None:
     assert generate(folder, *options, "--picture", tmp_path / "stairs.svg").exit_code == 0
     assert (tmp_path / "stairs.svg").read_text().startswith("<svg")
     assert_refused(generate(folder, *options, "--picture", tmp_path / "stairs.png"), "must end in .svg")
-    assert_refused(generate(folder, "--picture", "a.svg"), "--picture: it does not draw lookahead")
+    assert_refused(generate(folder, "--picture", "a.svg"), "--picture does not support lookahead")
     tree = ("--method", "adadecode", "--set", "control=tree", "--picture", tmp_path / "stairs.svg")
     assert_refused(generate(folder, *tree), "defers no layers with control='tree'")
     assert_refused(generate(folder, *options, "--picture", tmp_path / "no" / "a.svg"), "could not be written")

@@ -48,7 +48,7 @@ class TestVerify:
     def test_pass(self, trace: Path) -> None:
         result = outpace("verify", trace, "--device", "cpu")
         assert result.exit_code == 0, result.output
-        assert result.stdout.splitlines()[-1].startswith("pass: 12 of 12 tokens picked again")
+        assert result.stdout.splitlines()[-1].startswith("pass: 12 of 12 tokens chosen again")
         found = json.loads(outpace("verify", trace, "--device", "cpu", "--json").stdout)
         assert found["passed"] is True
         assert len(found["margins"]) == 12
@@ -66,7 +66,7 @@ class TestVerify:
         assert_refused(outpace("verify", tmp_path / "none.json"), "none.json could not be read")
         assert_refused(outpace("verify", trace, "--model", "/nowhere"), "/nowhere")
         trace.write_text(trace.read_text()[:100])
-        assert_refused(outpace("verify", trace), "cut short")
+        assert_refused(outpace("verify", trace), "truncated")
 
 
 def test_heads_can_be_raced_traced_measured_and_verified(folder: Path, heads: Path, tmp_path: Path) -> None:

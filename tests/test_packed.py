@@ -122,9 +122,9 @@ def test_rows_beyond_a_matrix_are_an_error() -> None:
         PackedEmbedding(Matrix(random_rows(Kind.Q8_0, 16, 64), Kind.Q8_0))(torch.tensor([16]))
 
 
-def test_rows_are_asked_for_by_number() -> None:
+def test_row_indices_are_integers() -> None:
     embedding = PackedEmbedding(Matrix(random_rows(Kind.Q8_0, 16, 64), Kind.Q8_0))
-    with pytest.raises(TypeError, match="by number"):
+    with pytest.raises(TypeError, match="must be integers"):
         embedding(torch.tensor([0.25, -0.5]))  # as numbers both would be row 0, as addresses nowhere
     assert torch.equal(embedding(torch.tensor([3, 9], dtype=torch.int32)), embedding(torch.tensor([3, 9])))
 

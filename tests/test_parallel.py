@@ -304,7 +304,7 @@ def test_a_lost_rank_ends_the_run_and_is_named(count: int, which: int, kill: boo
     found = in_processes(count, write_until_one_stops, count, which, kill)
     for rank, error in enumerate(found):
         if rank != which:
-            assert f"rank {which} does not answer any more (seen from rank {rank}, timeout {LONG} s)" in error
+            assert f"rank {which} does not respond (seen from rank {rank}, timeout {LONG} s)" in error
     if kill:
         assert found[which] is None
     else:
@@ -333,13 +333,13 @@ def test_ranks_that_differ_are_told_so_at_the_start(what: str) -> None:
     found = in_processes(2, differ, what)
     for error in found:
         assert isinstance(error, RankError)
-        assert f"rank 1 has another {what} than rank 0" in str(error)
+        assert f"rank 1 has a different {what} than rank 0" in str(error)
 
 
 def test_ranks_that_come_apart_are_told_so() -> None:
     for error in in_processes(2, differ, "texts"):
         assert isinstance(error, RankError)
-        assert "rank 0 is beginning a text, rank 1 is within a text" in str(error)
+        assert "rank 0 is starting a sequence, rank 1 is within a sequence" in str(error)
 
 
 WINDOW = ("--set", "window=6", "--max-new-tokens", "40", "--json")

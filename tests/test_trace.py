@@ -79,7 +79,7 @@ def test_what_was_written_passes(tmp_path: Path, method: Method, sampling: Sampl
     assert receipt.passed, receipt.verdict
     assert [mark.picked for mark in receipt.marks] == [mark.token for mark in receipt.marks] == trace.tokens
     assert all(mark.behind == 0 for mark in receipt.marks)
-    assert receipt.verdict.startswith("pass: 24 of 24 tokens picked again")
+    assert receipt.verdict.startswith("pass: 24 of 24 tokens chosen again")
     assert decoder.engine.pool.held == 0
 
 
@@ -123,7 +123,7 @@ def test_a_near_tie_is_named_and_passes() -> None:
     decoder.engine.model.table[2, 1] = 1 + 1e-4  # type: ignore[attr-defined] # another machine rounds the other way
     receipt = check(decoder, trace)
     assert receipt.passed
-    assert receipt.verdict == "pass: 5 of 6 tokens picked again, 1 near-ties"
+    assert receipt.verdict == "pass: 5 of 6 tokens chosen again, 1 near-ties"
     assert not check(decoder, trace, tolerance=1e-5).passed
 
 
@@ -163,24 +163,24 @@ def test_missing_steps_fail(tmp_path: Path) -> None:
         cut(stored)
         stored["steps"][-1]["finish"] = "stop"
 
-    assert "said to end by 'stop'" in changed(tmp_path, cut_and_mend).verdict
+    assert "the trace's finish reason is 'stop'" in changed(tmp_path, cut_and_mend).verdict
 
 
 def test_changed_steps_fail(tmp_path: Path) -> None:
     def claim(stored: dict[str, Any]) -> None:
         stored["steps"][2]["sources"] = ["pool"] * len(stored["steps"][2]["sources"])
 
-    assert "step 3 does not accept" in changed(tmp_path, claim).verdict
+    assert "step 3 did not accept" in changed(tmp_path, claim).verdict
 
     def root(stored: dict[str, Any]) -> None:
         stored["steps"][1]["draft"]["tokens"][0] = 96
 
-    assert "step 2 drafts behind token 96" in changed(tmp_path, root).verdict
+    assert "step 2 drafts after token 96" in changed(tmp_path, root).verdict
 
     def longer(stored: dict[str, Any]) -> None:
         stored["max_new_tokens"] = 20
 
-    assert "goes on behind its end (length) at token 20" in changed(tmp_path, longer).verdict
+    assert "continues after its end (length) at token 20" in changed(tmp_path, longer).verdict
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write(Decoder(tiny("Llama")), Autoregressive()).save(path)
     path.write_text(path.read_text()[:-200])
-    with pytest.raises(InputError, match="cut short"):
+    with pytest.raises(InputError, match="truncated"):
         read_trace(path)
     with pytest.raises(InputError, match="No such file"):
         read_trace(tmp_path / "none.json")

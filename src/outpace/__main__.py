@@ -1,4 +1,4 @@
-"""`python -m outpace` is the command line, and with torchrun's `-m outpace` it runs on several ranks."""
+"""The command line as a module: `python -m outpace`, or `torchrun -m outpace` for several ranks."""
 
 from .cli import main
 

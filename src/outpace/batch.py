@@ -88,8 +88,8 @@ class _Begun:
 class Writing:
     """Requests and their sequences, numbered from 0. As a context manager it frees all slots.
 
-    Callers of `step`, `add` and `cancel` must hold the engine's turn. An error in one sequence is an event; the others
-    go on. A failed forward pass ends all sequences with rows in it. When slots run out, the youngest sequence is
+    Callers of `step`, `add` and `cancel` must hold the engine's lock. An error in one sequence is an event; the others
+    continue. A failed forward pass ends all sequences with rows in it. When slots run out, the youngest sequence is
     preempted, and prefilled again when another has ended.
     """
 

@@ -49,7 +49,7 @@ def guesses(run: Result) -> str:
 
 
 def times(speed: float | None) -> str:
-    """A ratio of speeds; a dash where it is unknown."""
+    """A ratio of speeds; a dash if it is unknown."""
     return "–" if speed is None else f"{speed:.2f}×"
 
 
@@ -146,7 +146,7 @@ class Board:
         self._live.stop()
 
     def show(self, number: int, run: Result, step: Step) -> None:
-        """Take in a step and draw, unless the last frame is too fresh."""
+        """Add a step and draw, unless the last frame is too recent."""
         self._lanes[number].add(run, step, self._colours)
         now = monotonic()
         if step.finish is not None or now - self._drawn > self._SECONDS_BETWEEN_FRAMES:
@@ -181,7 +181,7 @@ def print_race(console: Console, board: Board, methods: Sequence[Method], outcom
     else:
         typer.echo(outcome.runs[0].text)  # as it is; rich would drop control characters
     console.print(_table(outcome))
-    for method, run in zip(methods, outcome.runs, strict=False):  # a run of transformers, behind them, has no settings
+    for method, run in zip(methods, outcome.runs, strict=False):  # a run of transformers, the last, has no settings
         settings = " ".join(f"{name}={json.dumps(value)}" for name, value in settings_of(method).items())
         console.print(Text(f"{method.name}: {settings or 'no settings'}; {guesses(run)}", style="dim"))
     console.print(Text(outcome.verdict, style="bold green" if outcome.identical else "bold red"))

@@ -141,7 +141,7 @@ class Tree:
         return rows
 
     def cut(self, rows: int) -> None:
-        """Take away the rows from `rows` on."""
+        """Remove the rows from `rows` on."""
         for row in range(rows, len(self.tokens)):
             del self._child[self.parents[row], self.tokens[row]]
         del self.tokens[rows:], self.parents[rows:], self.sources[rows:]
@@ -277,7 +277,7 @@ class Step:
     draft: Draft
     rows: tuple[int, ...]  # the accepted path in the draft
     finish: str | None  # why the sequence ends here: "stop", "length", or None
-    seconds: dict[str, float] = field(default_factory=dict)  # by part: draft, score (others' too), verify, learn
+    seconds: dict[str, float] = field(default_factory=dict)  # by part: draft, score (batched), verify, learn
     text: str = ""  # the new text, if a Decoder made the step
     cost: tuple[float, float] | None = None  # of this step, and of a one-row step, if known
     logprobs: tuple[Likely, ...] = ()  # [tokens] if requested

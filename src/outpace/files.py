@@ -50,7 +50,7 @@ def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:
         raise InputError(f"{path} could not be read: {reason(error)}.") from error
     except ValueError as error:
         raise InputError(
-            f"{path} is not complete JSON: it is not an {kind} file, or is cut short ({error})."
+            f"{path} is not complete JSON: it is not an {kind} file, or is truncated ({error})."
         ) from error
     check_version(path, stored, kind, version)
     return dict(stored)

@@ -1,8 +1,8 @@
-"""What an answer must look like: a JSON schema, a regular expression, or a grammar.
+"""Constraints on an answer: a JSON schema, a regular expression, or a grammar.
 
-llguidance says which tokens may come next. The walk asks for choices along the accepted path alone and in order, so a
-grammar sees committed tokens only: nothing is taken back, and no draft can change what it allows. What it forces is a
-guess like any other.
+llguidance says which tokens may come next. Verification chooses tokens along the accepted path only and in order, so a
+grammar sees committed tokens only: it never backtracks, and no draft can change what it allows. Tokens that it forces
+are drafted like any others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from .errors import InputError, InvalidLogits, ModelError
 
-# As json.dumps writes: what is not free to vary is forced, so it comes for nothing, and nobody writes spaces forever.
+# Separators as in json.dumps: forced tokens are drafted for free, and a model cannot generate spaces forever.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST = 2**16  # characters of a grammar
 
@@ -57,11 +57,11 @@ class Grammar:
 
     @classmethod
     def lark(cls, rules: str) -> Grammar:
-        """Text by the rules of a context-free grammar, as llguidance writes them."""
+        """Text that matches a context-free grammar, in llguidance's syntax."""
         return cls("lark", rules)
 
     def compiled(self, words: Any) -> Any:
-        """A matcher over the `words_of` a tokenizer. Raises InputError for what is no grammar, or not supported."""
+        """A matcher for the `words_of` a tokenizer. Raises InputError for invalid or unsupported grammars."""
         guidance = _llguidance()
         if len(self.source) > _LONGEST:
             raise InputError(f"the grammar has {len(self.source)} characters; at most {_LONGEST} are allowed.")
@@ -82,7 +82,7 @@ class Grammar:
 
 
 class Constraint:
-    """A grammar at work on one text: a logits processor, and a hint of what it forces."""
+    """A grammar for one sequence: a logits processor, and a hint with the tokens that it forces."""
 
     name = "grammar"
 
@@ -104,7 +104,7 @@ class Constraint:
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
 
     def after(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """What must come next."""
+        """The tokens that must come next."""
         self._read(tokens[self._read_to :])
         forced: list[int] = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
         return forced[:most]
@@ -117,7 +117,7 @@ class Constraint:
 
 
 def words_of(tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> Any:
-    """What llguidance knows of a tokenizer. It takes a second for a large one: keep it."""
+    """A tokenizer for llguidance. For a large one this takes a second, so keep the result."""
     guidance = _llguidance()
     try:
         return guidance.hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(ends))

@@ -21,7 +21,7 @@ from .runtime.choose import engine_for
 from .runtime.costs import load as load_costs
 from .runtime.plain import Engine
 
-# By model, what it was like and its engine: nothing is hung on the model, and the engine goes with it.
+# By model, its state when the engine was made, and the engine, which is freed with the model.
 _engines: WeakKeyDictionary[Any, tuple[list[object], Engine]] = WeakKeyDictionary()
 _building = Lock()
 
@@ -76,7 +76,7 @@ def engine_of(model: Any) -> Engine:
         known = _engines.get(model)
         if known is not None and known[0] == seen:
             return known[1]
-        known = _engines.pop(model, None)  # its memory is needed
+        known = _engines.pop(model, None)  # free its memory first
         engine = engine_for(HFModel(model), "auto", join=False)
         engine.costs = load_costs(calibrate.folder(), calibrate.about(engine))
         _engines[model] = seen, engine
@@ -86,7 +86,7 @@ def engine_of(model: Any) -> Engine:
 def _look(model: Any) -> list[object]:
     """What an engine depends on: the model's modules, simple settings, and the storage and dtype of its weights.
 
-    An engine holds the weights themselves, so they stay alive for the comparison, and it sees new values in them.
+    An engine holds the weights themselves: their ids stay unique, and it sees values that change in place.
     """
     seen: list[object] = [str(model.config.to_dict())]
     for module in model.modules():
@@ -100,7 +100,7 @@ def _look(model: Any) -> list[object]:
     return seen
 
 
-_TORCHS = {*vars(nn.Module()), "_is_hf_initialized"}  # attributes of every module; whether it trains is no matter
+_TORCHS = {*vars(nn.Module()), "_is_hf_initialized"}  # attributes of every module, which do not matter
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -115,8 +115,8 @@ def _is_plain(value: object) -> bool:
 def _streamer_of_caller() -> Any:
     """The `streamer` that `generate` was called with.
 
-    transformers does not pass it on to custom_generate, so whoever reads from it would wait forever. We take it from
-    the arguments of the calling `generate`.
+    transformers does not pass it on to custom_generate, so its reader would wait forever. It is taken from the
+    arguments of the calling `generate`.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -127,7 +127,7 @@ def _streamer_of_caller() -> Any:
 
 
 class _Streamer:
-    """Feeds a streamer new tokens as transformers would: one of each sequence at a time. It has the prompts already."""
+    """Feeds a streamer new tokens as transformers does, one of each sequence at a time. It has the prompts already."""
 
     def __init__(self, streamer: Any, texts: Sequence[_Text], padding: int) -> None:
         self._streamer = streamer

@@ -18,7 +18,7 @@ from .sources.prediction import Prediction
 from .verifying import verify
 
 Stop: TypeAlias = "Callable[[int], str | None]"
-"""Told every new token once and in order; says why the text ends with it, or None."""
+"""Called with every new token once, in order; returns the finish reason if the sequence ends with it, or None."""
 
 
 class Hint(Protocol):
@@ -44,7 +44,7 @@ PLAINLY = Extras()
 
 
 Text: TypeAlias = "Generator[Work | Turn | Step, Any, None]"
-"""A text as it is written: it asks for work and is sent the output, or gives a step and is sent None."""
+"""A running sequence: it yields work and is sent the output, or yields a step and is sent None."""
 
 
 def decode(
@@ -171,7 +171,7 @@ def _by_program(
             yield from engine.read(sequence, program.sees(place, seen))
         except InvalidLogits as error:
             raise InvalidLogits(f"at new token 1: {error}.") from error
-        yield Turn(program, place)  # let waiting prompts prefill first: the host is busy next
+        yield Turn(program, place)  # let waiting prompts prefill first, since opening keeps the host busy
         program.open(place, sequence, sampling, seen)
         while finish is None:
             clock = _Clock()

@@ -12,7 +12,7 @@ BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last is 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's instruction flags; none where they are not available (macOS, Windows)."""
+    """The CPU's instruction flags; none if they are not available (macOS, Windows)."""
     try:
         lines = CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -26,7 +26,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def cpu_name() -> str:
-    """The processor's name."""
+    """The CPU's name."""
     try:
         lines = CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -36,5 +36,5 @@ def cpu_name() -> str:
 
 
 def lacks_bfloat16() -> bool:
-    """Whether the processor lists its instructions, and bfloat16 products are not among them."""
+    """Whether the CPU's instruction flags are known, and bfloat16 is not among them."""
     return bool(cpu_flags()) and not cpu_flags() & BFLOAT16

@@ -58,7 +58,7 @@ class Stage(IntEnum):
     FAILED = 3
 
 
-_WHERE = {Stage.JOINING: "joining", Stage.BEGINNING: "beginning a text", Stage.WRITING: "within a text"}
+_WHERE = {Stage.JOINING: "joining", Stage.BEGINNING: "starting a sequence", Stage.WRITING: "within a sequence"}
 _HEAD = 3  # integers of a box's header: the stage, its argument, how many numbers follow
 
 
@@ -101,9 +101,9 @@ class Ranks:
         for rank, box in enumerate(boxes):
             if box[0] != boxes[0][0]:
                 where = f"rank 0 is {_WHERE[Stage(boxes[0][0])]}, rank {rank} is {_WHERE[Stage(box[0])]}"
-                raise self._lose(f"the ranks have come apart: {where}. All must run the same program.")
+                raise self._lose(f"the ranks are out of step: {where}. All must run the same program.")
             if box[1] != boxes[0][1]:
-                raise self._lose(f"the ranks have come apart: rank {rank} drafted something else than rank 0.")
+                raise self._lose(f"the ranks are out of step: rank {rank} has a different draft than rank 0.")
         told = [box[3 : 3 + box[2]] for box in boxes]
         longest = max(box[2] for box in boxes)
         if longest > room:
@@ -119,7 +119,9 @@ class Ranks:
             others = [str(rank) for rank, digests in enumerate(told) if digests[place] != told[0][place]]
             if others:
                 whose = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(others)} have"
-                raise RankError(f"{whose} another {name.replace('_', ' ')} than rank 0. All ranks must have the same.")
+                raise RankError(
+                    f"{whose} a different {name.replace('_', ' ')} than rank 0. All ranks must have the same."
+                )
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -127,7 +129,7 @@ class Ranks:
         try:
             yield
         except RankError:
-            raise  # all ranks know, or none can be told
+            raise  # all ranks know, or cannot be told
         except (Exception, KeyboardInterrupt) as error:
             if not vars(error).get("told"):  # by an inner context
                 vars(error)["told"] = True
@@ -135,9 +137,9 @@ class Ranks:
             raise
 
     def _tell(self, error: str) -> None:
-        """Announce the error in place of the next exchange. If all ranks do so, they are still in step.
+        """Send the error instead of the next exchange. If all ranks do so, they are still in step.
 
-        A rank that gets to that exchange after this process has ended finds the error in torch's store.
+        A rank that reaches that exchange after this process has ended finds the error in torch's store.
         """
         if self._lost:
             return
@@ -175,7 +177,7 @@ class Ranks:
         return found
 
     def _roll_call(self, deadline: float, reason: str) -> str:
-        """Find out who is missing: every waiting rank reports, and those that have not by the deadline are lost."""
+        """Find the missing ranks: every waiting rank reports, and those that have not by the deadline are lost."""
         missing = set(range(self.count)) - {self.rank}
         try:
             self._store.set(f"outpace: {self.rank} waits", "")
@@ -194,7 +196,7 @@ class Ranks:
             )
         names = ", ".join(map(str, sorted(missing)))
         who = f"rank {names} does" if len(missing) == 1 else f"ranks {names} do"
-        return f"{who} not answer any more (seen from rank {self.rank}, timeout {self.timeout:g} s): dead, or too slow."
+        return f"{who} not respond (seen from rank {self.rank}, timeout {self.timeout:g} s): dead, or too slow."
 
     def _leave(self) -> None:
         """Close the process group while Python still runs, unless a rank is lost, for which it would wait."""

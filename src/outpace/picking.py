@@ -29,7 +29,7 @@ Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
-PIECE = 64  # tokens of which only the highest score is examined first
+PIECE = 64  # tokens of which only the highest score is compared first
 TYPICAL, SURE = 0.09, 0.3  # Medusa's typical acceptance: threshold, and factor of exp(-entropy)
 NOISED = 256  # a drafter adds noise to this many top tokens, to predict which will be sampled
 
@@ -132,10 +132,10 @@ class Picker:
         return count if self.greedy else max(NOISED, count)
 
     def foresee(self, likeliest: torch.Tensor, positions: Sequence[int], count: int, coupled: bool = True) -> Foreseen:
-        """What a drafter should expect the target to choose at `positions`: the best `count` of each line.
+        """Predict the target's choices at `positions`: the `count` most likely tokens of each line.
 
-        `likeliest` is what the function of that name found, for each position. When sampling with keyed noise and
-        `coupled`, the drafter ranks with the target's noise. Bias, penalties and cuts are left out.
+        `likeliest` is the result of the function of that name, a line for each position. When sampling with keyed noise
+        and `coupled`, tokens are ranked with the target's noise. Bias, penalties and top-k/p are left out.
         """
         found = likeliest.cpu()  # one transfer
         tokens, chances = found[0].long(), found[1]
@@ -150,11 +150,11 @@ class Picker:
         return Foreseen(tokens[:, :count].numpy(), chances[:, :count].numpy())
 
     def probabilities(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
-        """The distribution [vocabulary] that a token after `prefix` is drawn from, unless greedy."""
+        """The distribution [vocabulary] that a token after `prefix` is sampled from, unless greedy."""
         return self._checked(self._process(logits, prefix)).softmax(-1, dtype=torch.float64)
 
     def ranking(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
-        """What the target's choice is the highest of [vocabulary]: logarithms of chances, and the noise of a sample."""
+        """[vocabulary] scores whose argmax is the target's choice: log probabilities, plus noise when sampling."""
         scores = self.probabilities(logits, prefix).log()
         if self.greedy:
             return scores
@@ -171,7 +171,7 @@ class Picker:
         return self._draw_from_scores(self._checked(scores), len(prefix), _TARGET)
 
     def _process(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
-        """Logits to scores: bias, penalties, the user's processors, then (unless greedy) temperature and cuts."""
+        """Logits to scores: bias, penalties, the user's processors, then (unless greedy) temperature and top-k/p."""
         setting = self.sampling
         if self.takes_best:
             return logits
@@ -227,7 +227,7 @@ class Picker:
 
     def _draw_from_scores(self, scores: torch.Tensor, position: int, stream: int) -> int:
         """Argmax of scores plus Gumbel noise: an exact draw from their softmax."""
-        alive = (scores > -math.inf).nonzero().squeeze(-1)  # after a cut few are left, and only they need noise
+        alive = (scores > -math.inf).nonzero().squeeze(-1)  # few after top-k/p; only they need noise
         noise = gumbel(self.sampling.seed, position, stream, alive)
         return int(alive[(scores[alive].double() + noise).argmax()])
 
@@ -235,7 +235,7 @@ class Picker:
         return self._draw_from_scores(probabilities.log(), position, stream)
 
     def _typical(self, logits: torch.Tensor, prefix: Sequence[int], proposals: Sequence[Proposal]) -> int | None:
-        """Of the guesses that are likely enough, given how sure the target is, the likeliest; None: none is."""
+        """The most likely draft token, if it is likely enough given the target's entropy; otherwise None."""
         if not proposals:
             return None
         p = self.probabilities(logits, prefix)
@@ -244,10 +244,10 @@ class Picker:
         return token if p[token] > least else None
 
     def _reject(self, p: torch.Tensor, position: int, proposals: Sequence[Proposal]) -> int:
-        """Accept a guess x with min(1, p(x)/q(x)); at a refusal go on with the normalised positive part of p − q.
+        """Accept a draft token x with min(1, p(x)/q(x)); after a rejection p is the normalized positive part of p − q.
 
-        Guesses under one row were drawn from the same q without replacement, in this order; a guess that was not
-        drawn has all of q to itself.
+        The children of a row were sampled from the same q without replacement, in this order; for a draft token that
+        was not sampled, q is 1.
         """
         refused: list[int] = []
         for turn, (token, drawn_from) in enumerate(proposals):
@@ -268,9 +268,9 @@ class Picker:
 
 
 def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """[2, lines, count] the likeliest tokens by logits [lines, vocabulary], and the logarithms of their chances.
+    """[2, lines, count] the top tokens by logits [lines, vocabulary], and their log probabilities.
 
-    All stays on the device, and nothing depends on the text: a CUDA graph may be captured of it.
+    Nothing leaves the device and shapes are fixed, so it can be captured in a CUDA graph.
 
     >>> likeliest(torch.tensor([[0.0, 3.0, 1.0]]), 2)[0].tolist()
     [[1.0, 2.0]]
@@ -282,7 +282,7 @@ def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk`. It looks through a line of a whole vocabulary once: the largest are in the pieces with large peaks."""
+    """`topk` with one pass over the vocabulary: the largest are in the pieces with the largest maxima."""
     lines, words = logits.shape
     if words < PIECE * count or words % PIECE:
         return logits.topk(count)
@@ -295,7 +295,7 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the fewest best tokens whose probabilities reach `top_p`."""
     best, order = scores.sort(descending=True, stable=True)
-    # Whole numbers add up to the same in any order; on a GPU the sum of fractions differs from run to run.
+    # Integer sums do not depend on the order; on a GPU, float sums differ from run to run.
     mass = (best.softmax(-1, dtype=torch.float64) * 2**52).long().cumsum(-1)
     kept = int((mass < top_p * 2**52).sum()) + 1
     cut = torch.full_like(scores, -math.inf)
@@ -303,7 +303,7 @@ def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.Tensor:
-    """Numbers in (0, 1), one for each index, that depend on nothing but the arguments: the same on every device.
+    """Numbers in (0, 1), one for each index, that depend only on the arguments: the same on every device.
 
     >>> a, b = uniform(0, 5, 0, torch.tensor([3, 4])).tolist()
     >>> a == float(uniform(0, 5, 0, torch.tensor([3]))) and a != b
@@ -334,7 +334,7 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _key(seed: int, position: int, stream: int) -> tuple[int, int]:
-    """Two 64-bit keys from the seed and the place, by splitmix64."""
+    """Two 64-bit keys from seed, position and stream, by splitmix64."""
     state = seed & (2**64 - 1)
     for value in (position, stream, 1):
         state = _splitmix(state ^ _splitmix(value))

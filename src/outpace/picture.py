@@ -1,4 +1,4 @@
-"""The staircase of one text as an SVG file: a column for each row, its layers from the bottom up, shaded by turn."""
+"""The staircase of a sequence as an SVG file: a column for each row, its layers from the bottom up, shaded by pass."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .errors import InputError
 from .files import write_whole
 from .methods.staircase import Climb, Heights
 
-DRAWN = ("adadecode", "adadecode-unverified", "autoregressive", "self-speculative")  # methods that climb stairs
+DRAWN = ("adadecode", "adadecode-unverified", "autoregressive", "self-speculative")  # methods that can be drawn
 SHADES = ("#08519c", "#3182bd", "#6baed6", "#9ecae1", "#c6dbef")  # of the first pass of a step, the second, …
-LOST = "#d9d9d9"  # rows behind a wrong guess
+LOST = "#d9d9d9"  # rows after a rejected draft token
 COLUMN, LAYER, LEFT, TOP, WORDS = 16, 6, 44, 34, 90  # sizes, in pixels
 
 
 def check_picture(path: Path | None, method: str, control: object = None) -> None:
-    """Raise InputError where there will be nothing to draw, before the text is written."""
+    """Raise InputError if nothing could be drawn, before anything is generated."""
     if path is None:
         return
     if path.suffix != ".svg":
@@ -26,13 +26,13 @@ def check_picture(path: Path | None, method: str, control: object = None) -> Non
     if not path.parent.is_dir():
         raise InputError(f"--picture {path} could not be written: there is no folder {path.parent}.")
     if method not in DRAWN:
-        raise InputError(f"--picture: it does not draw {method}. Use it with {', '.join(DRAWN)}.")
+        raise InputError(f"--picture does not support {method}. Use it with {', '.join(DRAWN)}.")
     if control == "tree":
         raise InputError(f"--picture: {method} defers no layers with control='tree'. Use another control.")
 
 
 def climbs_of(sources: Sequence[str], layers: int) -> list[Climb]:
-    """What was run for a draft with these sources, in order: where each guess left tells it all."""
+    """The climbs of a draft, in order: they follow from the layers where its tokens exited."""
     heights = Heights()
     found: list[Climb] = []
     for source in (*sources[1:], MODEL):
@@ -58,9 +58,7 @@ def staircase(steps: Sequence[Step], layers: int, word: Callable[[int], str]) ->
         f'<text x="{LEFT - 6}" y="{_level(layer, layers) + 3}" text-anchor="end">{layer}</text>'
         for layer in sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers})
     ]
-    title = (
-        "layers by token; the darker, the earlier in its step they ran; grey: behind a wrong guess; red: guessed wrong"
-    )
+    title = "layers by token; the darker, the earlier in its step they ran; grey: after a rejected token; red: rejected"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
     return "\n".join(
         [
@@ -78,7 +76,7 @@ def _blocks(step: Step, layers: int, left: int) -> list[str]:
     found = []
     climbs = climbs_of(step.draft.sources, layers)
     for turn, (first, start, stop) in enumerate(climbs):
-        last = max(climb.first for climb in climbs[: turn + 1])  # rows that are there by now
+        last = max(climb.first for climb in climbs[: turn + 1])  # the last row so far
         for row in range(first, last + 1):
             colour = SHADES[min(turn, len(SHADES) - 1)] if row < len(step.tokens) else LOST
             place = f'x="{left + row * COLUMN}" y="{_level(stop, layers)}"'
@@ -88,7 +86,7 @@ def _blocks(step: Step, layers: int, left: int) -> list[str]:
 
 
 def _label(step: Step, row: int, layers: int, x: int, word: Callable[[int], str]) -> str:
-    """Under a column, what was written there: the target's token, or the guess where nothing was."""
+    """The label under a column: the target's token or, if the row was rejected, the draft token."""
     kept = row < len(step.tokens)
     guess = step.draft.tokens[row + 1] if row + 1 < len(step.draft) else None
     token = step.tokens[row] if kept else guess

@@ -23,8 +23,8 @@ from .runtime.plain import Engine
 from .text import Ending, TextStream
 from .trace import Trace, about, fingerprint_of
 
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}  # scores differ by so much from rounding
-_CHUNK = 128  # rows of a forward: their logits are in memory together
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}  # the most that rounding changes scores
+_CHUNK = 128  # rows of a forward pass, whose logits are in memory together
 
 
 @dataclass(frozen=True)
@@ -33,26 +33,26 @@ class Mark:
 
     token: int  # in the trace
     picked: int  # chosen now
-    margin: float  # the best score less the second best: how sure the pick is
-    behind: float  # the best score less this token's: 0 where it is the best
+    margin: float  # the best score minus the second best
+    behind: float  # the best score minus this token's; 0 if it is the best
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What checking a trace found. Tokens are counted from 1."""
+    """The result of checking a trace. Tokens are counted from 1."""
 
     marks: list[Mark]
     tolerance: float
-    problems: list[str]  # what else does not hold: the end, the steps
+    problems: list[str]  # other mismatches, of the end and of steps
 
     @property
     def near_ties(self) -> list[int]:
-        """Tokens where rounding might decide."""
+        """Tokens that rounding could change."""
         return [place for place, mark in enumerate(self.marks, 1) if mark.margin <= self.tolerance]
 
     @property
     def wrong(self) -> int | None:
-        """The first token that the model would not have written."""
+        """The first token that the model would not have chosen."""
         places = (place for place, mark in enumerate(self.marks, 1) if not mark.behind <= self.tolerance)
         return next(places, None)
 
@@ -66,13 +66,13 @@ class Receipt:
         if self.wrong is not None:
             mark = self.marks[self.wrong - 1]
             return (
-                f"fail: token {self.wrong} is {mark.token}, and the model picks {mark.picked} "
+                f"fail: token {self.wrong} is {mark.token}, but the model chooses {mark.picked} "
                 f"(its score is {mark.behind:.4g} higher)"
             )
         if self.problems:
             return f"fail: {self.problems[0]}"
         again = sum(mark.token == mark.picked for mark in self.marks)
-        return f"pass: {again} of {len(self.marks)} tokens picked again, {len(self.near_ties)} near-ties"
+        return f"pass: {again} of {len(self.marks)} tokens chosen again, {len(self.near_ties)} near-ties"
 
     def to_json(self) -> dict[str, object]:
         """The receipt as plain values."""
@@ -90,7 +90,7 @@ class Receipt:
 
 
 def check(decoder: Decoder, trace: Trace, tolerance: float | None = None) -> Receipt:
-    """Score the trace's text again with the decoder's model, and pick each of its tokens again."""
+    """Score the trace's text again with the decoder's model, and choose each of its tokens again."""
     _refuse_what_cannot_be_checked(decoder, trace)
     if tolerance is None:
         tolerance = 0.0 if _same_bits(decoder, trace) else TOLERANCES.get(decoder.model.dtype, 1e-3)
@@ -102,7 +102,7 @@ def check(decoder: Decoder, trace: Trace, tolerance: float | None = None) -> Rec
 
 
 def _same_bits(decoder: Decoder, trace: Trace) -> bool:
-    """Whether forwards of the decoder have the bits of those that wrote the trace: both in exact mode, alike."""
+    """Whether the decoder and the trace have the same bits: both exact, with the same device, dtype and torch."""
     mine = about(decoder.engine)
     return decoder.engine.exact and all(
         mine[name] == trace.about.get(name) for name in ("device", "dtype", "runtime", "torch")
@@ -126,7 +126,7 @@ def judge(engine: Engine, prompt: Sequence[int], answer: Sequence[int], sampling
 
 
 def rescore(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Generator[torch.Tensor, None, None]:
-    """The model's logits [vocabulary] before each token of an answer, by forwards over many tokens at once."""
+    """The model's logits [vocabulary] before each token of an answer, from forward passes over many tokens at once."""
     engine = engine.for_one_text()
     with engine.pool.sequence(prompt) as sequence:
         done = 0
@@ -134,7 +134,7 @@ def rescore(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Gen
             count = min(_CHUNK, len(answer) - done, engine.model.room(sequence.position) + 1)
             part = answer[done : done + count]
             draft = chain(sequence.tokens[-1], part[:-1], MODEL)
-            logits = engine.score(sequence, draft).logits.clone()  # the engine may use its place again
+            logits = engine.score(sequence, draft).logits.clone()  # the engine may reuse the memory
             engine.pool.keep(sequence, draft, Verdict(tuple(range(count)), tuple(part)))
             yield from logits
             done += count
@@ -166,7 +166,7 @@ def _refuse_what_cannot_be_checked(decoder: Decoder, trace: Trace) -> None:
 
 
 def _ending_problems(decoder: Decoder, trace: Trace) -> list[str]:
-    """Whether the text ends where it had to, and says so."""
+    """Problems with the end of the text and its finish reason."""
     if not trace.steps or trace.steps[-1].finish is None:
         return ["the text has no end: steps are missing"]
     if trace.stop and decoder.tokenizer is None:
@@ -177,29 +177,29 @@ def _ending_problems(decoder: Decoder, trace: Trace) -> list[str]:
     ends = [ending(token) for token in trace.tokens]
     for place, finish in enumerate(ends[:-1], 1):
         if finish is not None:
-            return [f"the text goes on behind its end ({finish}) at token {place}"]
+            return [f"the text continues after its end ({finish}) at token {place}"]
     if ends[-1] != trace.steps[-1].finish:
-        return [f"the text is said to end by {trace.steps[-1].finish!r}, and it does by {ends[-1]!r}"]
+        return [f"the trace's finish reason is {trace.steps[-1].finish!r}; it must be {ends[-1]!r}"]
     return []
 
 
 def _step_problems(trace: Trace) -> list[str]:
-    """Whether each step accepted what its draft and the text say."""
+    """Steps that did not accept what follows from their draft and the text."""
     problems = []
     last = trace.prompt[-1]
     for number, step in enumerate(trace.steps, 1):
         if step.draft.tokens[0] != last:
-            problems.append(f"step {number} drafts behind token {step.draft.tokens[0]}, and the text has {last} there")
+            problems.append(f"step {number} drafts after token {step.draft.tokens[0]}, but the text has {last} there")
         elif (step.rows, step.sources) != _accepted(step):
-            problems.append(f"step {number} does not accept the path of its draft that its tokens take")
+            problems.append(f"step {number} did not accept the path of its draft that has its tokens")
         if step.finish is not None and number < len(trace.steps):
-            problems.append(f"step {number} is said to end the text ({step.finish}), and others follow")
+            problems.append(f"step {number} ends the text ({step.finish}), but other steps follow")
         last = step.tokens[-1] if step.tokens else last
     return problems
 
 
 def _accepted(step: Step) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The rows and sources of a walk down the draft along the step's tokens."""
+    """The rows and sources of the step's tokens in its draft."""
     rows, sources = list[int](), list[str]()
     row: int | None = 0
     for token in step.tokens:
@@ -209,5 +209,5 @@ def _accepted(step: Step) -> tuple[tuple[int, ...], tuple[str, ...]]:
         row = step.draft.child(row, token)
         sources.append(MODEL if row is None else step.draft.sources[row])
     if row is not None and step.finish is None:
-        rows.append(row)  # the walk would have gone on
+        rows.append(row)  # verification would have continued
     return tuple(rows), tuple(sources)

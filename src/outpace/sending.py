@@ -11,16 +11,16 @@ import torch
 def send(
     numbers: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.long
 ) -> torch.Tensor:
-    """A tensor of them on the device."""
+    """The numbers as a tensor on the device."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device."""
+    """Copy a tensor from the host to the device."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def put(numbers: Any, place: torch.Tensor) -> None:
-    """Write them to the beginning of a place on the device."""
+    """Write numbers to the start of a tensor on the device."""
     here = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
     place[: len(here)].copy_(here, non_blocking=True)

@@ -2,15 +2,15 @@
 
 kind, version     "outpace trace", 1
 model             the name to load it by
-fingerprint       its sizes and some of its numbers, to know it again
+fingerprint       its sizes and some of its weights, to identify it
 about             device, dtype, runtime, versions
-method, settings  what drafted
-sampling          every field of Sampling, the seed among them; processors of the model's generation_config are not
-max_new_tokens    the greatest length asked for
+method, settings  the drafting method
+sampling          every field of Sampling except processors
+max_new_tokens    the limit of the request
 stop              stop strings
 prompt            token ids
-steps             of each: tokens, sources (one for each token), draft (tokens, parents, candidates, sources: one for
-                  each row), rows (the accepted path), finish ("stop", "length" or null), seconds (by verb)
+steps             each with tokens, sources (per token), draft (tokens, parents, sources: per row; candidates), rows
+                  (the accepted path), finish ("stop", "length" or null), seconds (by part of the step)
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def record(
     model: str | None = None,
 ) -> Trace:
     """The trace of a finished run. `model` is the name to load the model by, if not its own."""
-    sampling_to_json(sampling)  # refuses what cannot be written
+    sampling_to_json(sampling)  # raises InputError for processors
     penalty = decoder.sampling_for(sampling, prompt, max_new_tokens).repetition_penalty
     return Trace(
         model=model or decoder.model.name,
@@ -121,7 +121,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def about(engine: Engine) -> dict[str, str]:
-    """The model, the machine and the versions behind a figure."""
+    """The model, the machine and the versions."""
     return {**about_engine(engine), "outpace": __version__}
 
 

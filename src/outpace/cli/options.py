@@ -99,7 +99,7 @@ def check(
     if dtype is not None and dtype not in DTYPES.split("|"):
         raise UnknownNameError("dtype", dtype, DTYPES.split("|"))
     if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens={max_new_tokens} must be a whole number, 1 or more.")
+        raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more, a whole number.")
     check_sampling(sampling)
 
 

@@ -1,11 +1,10 @@
-// What exact mode on a CPU needs besides products: attention, means, and functions of single numbers, in float32.
+// Exact mode on a CPU, besides matrix products: attention, means and elementwise functions, in float32.
 //
-// A row's attention walks the slots that it sees in the order of positions. Its sums run in an order that depends on
-// nothing but how many slots those are, so a row has the same bits in any tree, batch and chunk of a prompt, and
-// whatever slots its text lies in.
+// A row attends to its slots in the order of positions. The order of summation depends only on how many there are, so a
+// row has the same bits in any tree, batch and prefill chunk, and in any slots.
 //
-// torch computes most of an array by vectors and what is left over one by one, which rounds differently; what is left
-// over depends on how many rows and threads there are. Here every number is computed in the same way.
+// torch computes most of an array with vector code and the remainder with scalar code, which rounds differently; the
+// remainder depends on the number of rows and threads. Here the same code computes every element.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -22,12 +21,12 @@ namespace {
 
 using torch::stable::Tensor;
 
-constexpr int SUMS = 4, STEP = SUMS * WIDTH;  // a score is added up in so many vectors
-constexpr int BLOCK = 64 / WIDTH;             // vectors of values that are added up together
-constexpr int64_t GRAIN = 1 << 15;            // multiplications that are worth a thread
-constexpr int64_t FEW = 1 << 11;              // functions that are
+constexpr int SUMS = 4, STEP = SUMS * WIDTH;  // accumulators of a score
+constexpr int BLOCK = 64 / WIDTH;             // vectors of values that are accumulated together
+constexpr int64_t GRAIN = 1 << 15;            // the fewest multiplications per thread
+constexpr int64_t FEW = 1 << 11;              // the fewest elements per thread
 
-// Where the keys or values of a head and a slot lie.
+// Addresses of keys or values by head and slot.
 struct Stored {
   const float* first;
   int64_t head, slot;
@@ -38,14 +37,14 @@ struct Stored {
 };
 
 struct Attention {
-  const Stored query, keys, values;   // of a query, rows are in the place of slots
+  const Stored query, keys, values;   // a query has rows instead of slots
   float* out;                         // [rows, heads, size]
   const int64_t heads, groups, size;  // `groups` query heads share a key head
   const int64_t *text, *first, *past, *positions, *tails;
   const int64_t depth, window;
   const float scaling, softcap;
 
-  // The slots that a row sees, in order.
+  // The slots that a row attends to, in the order of positions.
   void list(int64_t row, std::vector<int64_t>& slots) const {
     const int64_t stop = positions[row] + 1, start = window ? std::max<int64_t>(0, stop - window) : 0;
     slots.clear();
@@ -104,8 +103,8 @@ struct Attention {
   }
 };
 
-// [1, rows, heads, size] of `asked` [1, heads, rows, size], `keys` and `values` [1, key heads, slots, size], in which
-// the numbers of a head lie one after the other. exact.py says what the lists are (`Seen`).
+// [1, rows, heads, size] from queries `asked` [1, heads, rows, size], `keys` and `values` [1, key heads, slots, size],
+// whose last dimension is contiguous. For the lists see `Seen` in exact.py.
 Tensor attention(const Tensor& asked, const Tensor& keys, const Tensor& values, const Tensor& text, const Tensor& first,
                  const Tensor& past, const Tensor& positions, const Tensor& tails, int64_t window, double scaling,
                  double softcap) {
@@ -142,7 +141,7 @@ Tensor map(const Tensor& input) {
   return out;
 }
 
-// The mean of the last dimension, which stays with size 1.
+// The mean over the last dimension, which is kept with size 1.
 Tensor mean(const Tensor& input) {
   const Tensor given = torch::stable::contiguous(input);
   std::vector<int64_t> shape(given.sizes().begin(), given.sizes().end());

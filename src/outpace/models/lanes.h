@@ -1,8 +1,7 @@
-// Sixteen numbers at a time, and what packed products and decoder layers do with them.
+// Vectors of sixteen numbers, and the operations of packed products and decoder layers.
 //
-// A vector is as many of the processor's own ones as it takes, named one by one: compilers keep those in registers, and
-// larger vectors of their own in memory. Every lane is computed in the same way, so a number's bits never depend on its
-// place or its neighbours.
+// A vector is a struct of native registers: compilers keep these in registers, but wider vector types in memory. Every
+// lane is computed in the same way, so a number's bits depend neither on its lane nor on the other lanes.
 
 #pragma once
 
@@ -30,9 +29,9 @@ constexpr int NATIVE = 32;
 #else
 constexpr int NATIVE = 16;
 #endif
-constexpr int LANES = 16, PART = NATIVE / sizeof(float);  // numbers of a vector, and of a register
+constexpr int LANES = 16, PART = NATIVE / sizeof(float);  // numbers per vector, and per register
 
-#define ALWAYS __attribute__((always_inline))  // lambdas too: arrays that they share stay in registers
+#define ALWAYS __attribute__((always_inline))  // lambdas too, so that captured arrays stay in registers
 #define INLINE inline ALWAYS
 
 typedef float FloatPart __attribute__((vector_size(NATIVE)));
@@ -121,7 +120,7 @@ INLINE Vector filled(Number value) {
 }
 INLINE Floats splat(float value) { return filled<Floats>(value); }
 
-// The same bits as another kind of numbers.
+// The same bits as another type.
 template <class To, class From>
 INLINE To as(const From& values) {
   if constexpr (IN_HALVES<From>) {
@@ -140,8 +139,8 @@ INLINE Vector larger(const Vector& a, const Vector& b) {
   }
 }
 
-// a * b + c with one rounding, wherever the processor has it. Written out: a compiler that may join the two does so in
-// one place and not in another, and a row's bits would depend on the rows beside it.
+// a * b + c with one rounding, if the CPU supports it. Explicit, because a compiler contracts multiply-adds in some
+// places and not in others, so that a row's bits would depend on the batch.
 template <class Vector>
 INLINE Vector fused(const Vector& a, const Vector& b, const Vector& c) {
   if constexpr (IN_HALVES<Vector>) {
@@ -163,7 +162,7 @@ INLINE Vector fused(const Vector& a, const Vector& b, const Vector& c) {
   }
 }
 
-// The lanes from `BY` on in front.
+// The lanes, rotated to the left by `BY`.
 template <int BY, class Part>
 INLINE Part moved(const Part& values) {
   return [&]<int... lanes>(std::integer_sequence<int, lanes...>) {
@@ -171,7 +170,7 @@ INLINE Part moved(const Part& values) {
   }(std::make_integer_sequence<int, PART>());
 }
 
-// Lane by lane with the lane so many further on, until one is left.
+// Join pairs of lanes, half the distance apart each time, until one is left.
 template <class Vector, class Join>
 INLINE auto folded(const Vector& values, Join join) {
   if constexpr (IN_HALVES<Vector>) {
@@ -185,21 +184,21 @@ INLINE auto folded(const Vector& values, Join join) {
   }
 }
 
-// The sum, in one order.
+// The sum of all lanes, always in the same order.
 INLINE float total(const Floats& values) {
   return folded(values, [](const auto& a, const auto& b) { return a + b; });
 }
 
-// The largest.
+// The largest lane.
 template <class Vector>
 INLINE auto highest(const Vector& values) {
   return folded(values, [](const auto& a, const auto& b) { return larger(a, b); });
 }
 
-// e to the power of x, to some 2 in the last place.
+// e to the power of x, to about 2 ulp.
 INLINE Floats exponential(const Floats& of) {
   const Floats x = -larger(-larger(of, splat(-87.0f)), splat(-88.0f));
-  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = fused(x, splat(1.44269504f), magic);
   const Floats whole = shifted - magic;
   Floats rest = fused(whole, splat(-0.693359375f), x);
@@ -220,9 +219,9 @@ INLINE Floats gelu_tanh(const Floats& x) {
   return x * 0.5f * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
-// What follows is about registers: packed products compute a panel's outputs register by register.
+// The rest works on single registers: packed products compute a panel's outputs register by register.
 
-// Numbers of 16 bits.
+// float16 to float32.
 INLINE FloatPart from_halves(const uint8_t* from) {
 #if !defined(PORTABLE) && defined(__AVX512F__)
   return (FloatPart)_mm512_cvtph_ps(load<__m256i>(from));
@@ -235,7 +234,7 @@ INLINE FloatPart from_halves(const uint8_t* from) {
   for (int lane = 0; lane < PART; lane++) {
     uint16_t half;
     std::memcpy(&half, from + 2 * lane, sizeof half);
-    // The exponent is moved to where float has it, and its bias put right by a product, which denormals survive.
+    // Shift the exponent to its place in a float32, and correct its bias by a product, which keeps denormals.
     const uint32_t bits = uint32_t(half & 0x7fff) << 13;
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -246,7 +245,7 @@ INLINE FloatPart from_halves(const uint8_t* from) {
 #endif
 }
 
-// Numbers of 8 bits. Compilers would convert them one by one.
+// 8-bit integers to float32. Compilers would convert them one by one.
 template <class Number>
 INLINE FloatPart from_bytes(const uint8_t* from) {
   constexpr bool positive = std::is_unsigned_v<Number>;
@@ -266,22 +265,21 @@ INLINE FloatPart from_bytes(const uint8_t* from) {
 #endif
 }
 
-// What is subtracted from codes of 8 bits. Where the processor multiplies unsigned numbers with signed ones, codes are
-// unsigned.
+// The offset of 8-bit codes. They are unsigned if the CPU's instruction multiplies unsigned by signed numbers.
 #if !defined(PORTABLE) && (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
 constexpr int32_t MIDDLE = 128;
 #else
 constexpr int32_t MIDDLE = 0;
 #endif
 
-// Whether codes of fewer bits may be negative too.
+// Whether shorter codes may be negative.
 #if !defined(PORTABLE) && defined(__x86_64__)
 constexpr bool SIGNED = false;
 #else
 constexpr bool SIGNED = true;
 #endif
 
-// Eight codes of each row of a pair, as the processor takes four of them at a time.
+// Eight codes of each row of a pair, of which instructions take four at a time.
 struct Inputs {
 #if !defined(PORTABLE) && defined(__ARM_NEON)
   int8x16_t all;
@@ -297,7 +295,7 @@ struct Inputs {
 #endif
 };
 
-// sums[lane] + the products of four codes with four inputs. WIDE: codes have 8 bits; else they are below 64.
+// sums[lane] + the dot product of four codes and four inputs. WIDE: codes have 8 bits; otherwise they are below 64.
 template <bool WIDE, int GROUP>
 INLINE IntPart dot(const IntPart& sums, const BytePart& codes, const Inputs& inputs) {
 #if !defined(PORTABLE) && defined(__AVX512VNNI__)
@@ -307,7 +305,7 @@ INLINE IntPart dot(const IntPart& sums, const BytePart& codes, const Inputs& inp
 #elif !defined(PORTABLE) && defined(__AVX512BW__)
   const __m512i numbers = _mm512_set1_epi32(inputs.four(GROUP)), ones = _mm512_set1_epi16(1), code = (__m512i)codes;
   __m512i pairs;
-  if constexpr (WIDE) {  // of 8 bits two products could be too large: signs go to the other factor
+  if constexpr (WIDE) {  // the sum of two products could overflow, so signs move to the other factor
     const __m512i turned = _mm512_mask_sub_epi8(numbers, _mm512_movepi8_mask(code), _mm512_setzero_si512(), numbers);
     pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(code), turned);
   } else {
@@ -317,7 +315,7 @@ INLINE IntPart dot(const IntPart& sums, const BytePart& codes, const Inputs& inp
 #elif !defined(PORTABLE) && defined(__AVX2__) && !defined(__AVX512F__)
   const __m256i numbers = _mm256_set1_epi32(inputs.four(GROUP)), ones = _mm256_set1_epi16(1), code = (__m256i)codes;
   __m256i pairs;
-  if constexpr (WIDE) {  // of 8 bits two products could be too large: signs go to the other factor
+  if constexpr (WIDE) {  // the sum of two products could overflow, so signs move to the other factor
     pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(numbers, code));
   } else {
     pairs = _mm256_maddubs_epi16(code, numbers);
@@ -341,7 +339,7 @@ INLINE IntPart dot(const IntPart& sums, const BytePart& codes, const Inputs& inp
 #endif
 }
 
-// No sum yet. Of a constant compilers make copies, which take time where a new zero takes none.
+// Zero. Compilers would copy a constant zero from a register, which costs time; setting a register to zero does not.
 INLINE IntPart nothing() {
   IntPart zero = {};
 #if !defined(PORTABLE) && defined(__ARM_NEON)
@@ -350,21 +348,21 @@ INLINE IntPart nothing() {
   return zero;
 }
 
-// With i8mm two rows and two outputs are multiplied at once, eight inputs each.
+// i8mm multiplies two rows by two outputs at a time, over eight inputs.
 #if !defined(PORTABLE) && defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool SQUARES = true;
 INLINE IntPart square(const IntPart& sums, const BytePart& codes, const Inputs& inputs) {
   return (IntPart)vmmlaq_s32((int32x4_t)sums, inputs.all, (int8x16_t)codes);
 }
 
-// From four inputs of four outputs to eight inputs of two.
+// Rearrange four inputs of four outputs to eight inputs of two outputs.
 INLINE void to_squares(BytePart& first, BytePart& second) {
   const int32x4_t one = (int32x4_t)first, other = (int32x4_t)second;
   first = (BytePart)vzip1q_s32(one, other);
   second = (BytePart)vzip2q_s32(one, other);
 }
 
-// From two outputs of two rows to four outputs of a row.
+// Rearrange two outputs of two rows to four outputs of one row.
 INLINE void to_rows(IntPart& first, IntPart& second) {
   const int64x2_t one = (int64x2_t)first, other = (int64x2_t)second;
   first = (IntPart)vtrn1q_s64(one, other);
@@ -377,8 +375,8 @@ INLINE void to_squares(BytePart&, BytePart&) {}
 INLINE void to_rows(IntPart&, IntPart&) {}
 #endif
 
-// Four groups of codes with four rows, in the order that keeps both vector units busy; compilers find others, and copy
-// sums from register to register.
+// Multiply four groups of codes by four rows, in an order that keeps both vector units busy; compilers choose slower
+// ones, with copies between registers.
 #if !defined(PORTABLE) && defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool FOURS = true;
 INLINE void add_four(IntPart (&sums)[4], const BytePart* codes, const int8_t* one, const int8_t* other) {

@@ -1,8 +1,7 @@
-// A step through decoder layers of the usual kind, with packed weights, in one call: norms, rotary positions, attention
-// over the slots that each row sees, gated MLPs, and the output head.
+// A forward pass through decoder layers of the common form, with packed weights, in one call: norms, rotary embedding,
+// attention over each row's slots, gated MLPs, and the output head.
 //
-// Whatever is added up is added up in an order that depends on the row alone, so a row has the same bits in any tree,
-// batch and chunk of a prompt.
+// The order of every sum depends only on the row, so a row has the same bits in any tree, batch and prefill chunk.
 
 #include <vector>
 
@@ -12,16 +11,16 @@
 namespace outpace {
 namespace {
 
-constexpr int64_t SHARE = 1 << 15;  // weights times rows that are worth a share
-constexpr int64_t SMALL = 1 << 14;  // numbers that are
+constexpr int64_t SHARE = 1 << 15;  // the fewest multiplications per share
+constexpr int64_t SMALL = 1 << 14;  // the fewest elements per share
 
 enum Activation : int64_t { SILU, GELU_TANH };
 
 struct Layer {
-  const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // norms' weights; after: may be null
+  const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // norms; after: may be null
   const float *query_norm, *key_norm;                                        // null: none
   Weights query, key, value, out, gate, up, down;
-  int64_t heads, key_heads, size, window;                                    // window 0: all is seen
+  int64_t heads, key_heads, size, window;                                    // window 0: none
   int64_t rotary;                                                            // which of the step's tables
   int64_t activation;
   double scaling, softcap, epsilon;                                          // softcap 0: none
@@ -36,16 +35,16 @@ struct Stack {
 };
 
 struct Step {
-  int64_t rows, start, stop;               // layers `start` to `stop`, not included
-  float* hidden;                           // [rows, width], from and to
+  int64_t rows, start, stop;               // layers `start` to `stop`, exclusive
+  float* hidden;                           // [rows, width] input and output
   const int64_t *positions, *slots;        // [rows]
-  const int64_t *text, *first, *past, *tails;  // what rows see: exact.py's `Seen`
+  const int64_t *text, *first, *past, *tails;  // what rows attend to: `Seen` in exact.py
   int64_t depth;
   float *const *keys, *const *values;      // of each layer, [key heads, capacity, size]
   int64_t capacity;
-  const float *const *cosines, *const *sines;  // of each kind of layer, [positions, rotated]
+  const float *const *cosines, *const *sines;  // of each type of layer, [positions, rotated]
   int64_t rotated;
-  const int64_t* asked;                    // the rows whose logits are asked for
+  const int64_t* asked;                    // [count] the rows whose logits are requested
   int64_t count;
   float* logits;                           // [count, outputs of the head]
   int64_t threads;
@@ -63,7 +62,7 @@ INLINE void norm(const float* from, const float* weight, int64_t size, double ep
     store(to + at, load<Floats>(from + at) * by * load<Floats>(weight + at));
 }
 
-// First and second half of the rotated numbers are the two parts of what is turned.
+// Rotary embedding: element i of the first half is paired with element i of the second.
 INLINE void rotate(float* head, const float* cosines, const float* sines, int64_t rotated) {
   const int64_t half = rotated / 2;
   for (int64_t at = 0; at < half; at++) {
@@ -106,7 +105,7 @@ class Walk {
     });
   }
 
-  // Products of `count` rows with several matrices of the same inputs; `sink(matrix, row, panel, sums)`.
+  // The products of `count` rows and several matrices with the same inputs, passed to `sink(matrix, row, panel, sums)`.
   template <int N, class Sink>
   void multiply(const Weights* const (&matrices)[N], const Block* x, int64_t count, Sink&& sink) {
     const int64_t inputs = matrices[0]->inputs, tile = tile_of(inputs / BLOCK);
@@ -138,7 +137,7 @@ class Walk {
     return x;
   }
 
-  // hidden += the products, or their norm where there is one.
+  // hidden += the products, normed if there is a norm.
   void add(const Weights& weights, const Block* x, const float* weight, double epsilon) {
     const int64_t width = stack_.width;
     float* to = weight ? room(side_, step_.rows * width) : step_.hidden;
@@ -185,7 +184,7 @@ class Walk {
     add(layer.out, rounded, layer.after_attention, layer.epsilon);
   }
 
-  // Turn a query; or turn a key, or take a value, and put it into its slot.
+  // Apply norm and rotary embedding to a query or key; write a key or value to its slot.
   void place(const Layer& layer, int64_t number, int64_t row, int64_t head, float* const (&from)[3]) {
     const int64_t size = layer.size, rotated = step_.rotated;
     const bool asks = head < layer.heads, keyed = head < layer.heads + layer.key_heads;
@@ -202,7 +201,7 @@ class Walk {
     std::memcpy(stored + (mine * step_.capacity + step_.slots[row]) * size, state, size * sizeof(float));
   }
 
-  // The slots that a row sees, in the order of positions.
+  // The slots that a row attends to, in the order of positions.
   void list(const Layer& layer, int64_t row, std::vector<int64_t>& slots) const {
     const int64_t stop = step_.positions[row] + 1, past = step_.past[row];
     const int64_t start = layer.window ? std::max<int64_t>(0, stop - layer.window) : 0;
@@ -232,7 +231,7 @@ class Walk {
     }
   }
 
-  // From scores to weights; their sum.
+  // Turn scores into unnormalized softmax weights; returns their sum.
   static float weigh(const Layer& layer, std::vector<float>& scores, int64_t count) {
     const float cap = float(layer.softcap);
     Floats best = splat(-INFINITY);
@@ -278,7 +277,7 @@ class Walk {
     add(layer.down, inner, layer.after_mlp, layer.epsilon);
   }
 
-  // 32 inner states of up to MOST rows, rounded.
+  // 32 inner states of up to MOST rows, quantized.
   static void gated(const Layer& layer, const Block* x, int64_t unit, int64_t first, int64_t last, Block* to,
                     int64_t stride) {
     Floats gates[MOST][2], ups[MOST][2];

@@ -1,4 +1,4 @@
-// Packed matrices: from GGUF's blocks, back to numbers, and their products. packed.h says how they are stored.
+// Packed matrices: filling them from GGUF's blocks, dequantizing, and products. For the layout see packed.h.
 
 #include "packed.h"
 
@@ -7,11 +7,11 @@
 namespace outpace {
 namespace {
 
-constexpr int64_t GRAIN = 1 << 16;  // weights times rows that are worth a share
+constexpr int64_t GRAIN = 1 << 16;  // the fewest multiplications per share
 
 INLINE FloatPart to_floats(const IntPart& values) { return __builtin_convertvector(values, FloatPart); }
 
-// `use` with each number below COUNT, known to the compiler.
+// Call `use` with each number below COUNT, as a compile-time constant.
 template <int COUNT, class Use>
 INLINE void each(Use use) {
   [&]<int... numbers>(std::integer_sequence<int, numbers...>) ALWAYS {
@@ -19,7 +19,7 @@ INLINE void each(Use use) {
   }(std::make_integer_sequence<int, COUNT>());
 }
 
-// What COUNT halves of a block, from FIRST on, add to the sums of ROWS rows: one of a pair, or all of some pairs.
+// Add COUNT halves of a block, from FIRST on, to the sums of ROWS rows: one row of a pair, or whole pairs.
 template <class F, int SIDE, int FIRST, int COUNT, int ROWS>
 INLINE void add_halves(IntPart (&sums)[ROWS], const BytePart (&codes)[GROUPS], const Block* const* x) {
   if constexpr (ROWS == 1) {
@@ -41,11 +41,11 @@ INLINE void add_halves(IntPart (&sums)[ROWS], const BytePart (&codes)[GROUPS], c
   }
 }
 
-// What a block adds to the sums of ROWS of M rows; the first is on SIDE of its pair.
+// Add a block to the sums of ROWS of M rows; the first is on SIDE of its pair.
 template <class F, int M, int SIDE, int ROWS>
 INLINE void add_block(FloatPart (&sums)[ROWS], const BytePart (&codes)[GROUPS], const Scales<F>& scales,
                       const Block* const* x) {
-  constexpr int PARTS = F::HALVES ? 2 : 1;  // with scales of their own
+  constexpr int PARTS = F::HALVES ? 2 : 1;  // each with its own scale
   each<PARTS>([&](auto part) ALWAYS {
     IntPart found[ROWS];
     each<ROWS>([&](auto row) ALWAYS {
@@ -65,9 +65,9 @@ INLINE void add_block(FloatPart (&sums)[ROWS], const BytePart (&codes)[GROUPS], 
   });
 }
 
-// A panel's products with M rows; those from `count` on are not stored. Register by register, each along all cells: so
-// few sums are at work that none leaves its register, and the panel stays in the first cache. Meanwhile the next panel
-// is fetched.
+// A panel's products with M rows; those from `count` on are not stored. Each register of outputs is computed over all
+// cells before the next: few accumulators, so none is spilled, and the panel stays in the L1 cache. Meanwhile the next
+// panel is prefetched.
 template <class F, int M>
 void multiply(const uint8_t* cells, int64_t blocks, const Block* x, int64_t count, Floats* to) {
   constexpr int ROWS = M > 1 && SQUARES ? std::min(M, 4) : M >= 4 && FOURS ? 4 : 1;  // at a time
@@ -113,7 +113,7 @@ struct Raw {
   int64_t block;      // which of them
 
   const uint8_t* scale() const { return F::TYPE == Q6_K::TYPE ? at + 208 : at; }
-  const uint8_t* least() const { return at + 2; }  // of formats that have one
+  const uint8_t* least() const { return at + 2; }  // of formats with a minimum
 
   uint8_t code(int place) const {
     if constexpr (F::WIDE) return at[2 + place] ^ MIDDLE;
@@ -122,7 +122,7 @@ struct Raw {
       const int quarter = block % 4;
       return (low[place] >> (quarter / 2 * 4) & 15) | (high[place] >> (2 * quarter) & 3) << 4;
     } else if constexpr (F::NESTED) {
-      const int bits = F::BITS == 5 ? 32 : 0;  // a fifth bit of all inputs comes first
+      const int bits = F::BITS == 5 ? 32 : 0;  // the fifth bits of all inputs come first
       const uint8_t low = at[16 + bits + block / 2 * 32 + place] >> (block % 2 * 4) & 15;
       return bits ? low | (at[16 + place] >> block & 1) << 4 : low;
     } else {
@@ -134,7 +134,7 @@ struct Raw {
     }
   }
 
-  // The two bytes that nested formats have: scale and least value, or the scales of two halves.
+  // The two bytes of nested formats: scale and minimum, or the scales of two halves.
   uint8_t inner(int which) const {
     if constexpr (F::HALVES) return at[192 + block / 4 * 8 + block % 4 * 2 + which];
     const uint8_t* six = at + 4;
@@ -164,7 +164,7 @@ void fill_row(uint8_t* panel, int lane, int64_t blocks, const uint8_t* raw) {
     std::memcpy(head + 2 * lane, from.scale(), 2);
     if (F::MIN) std::memcpy(head + 2 * LANES + 2 * lane, from.least(), 2);
     if (F::NESTED) {
-      if (F::MIN) head[2 * LANES + 2 * lane + 1] ^= 0x80;  // what is subtracted there is added here
+      if (F::MIN) head[2 * LANES + 2 * lane + 1] ^= 0x80;  // GGUF subtracts the minimum; here it is added
       for (int which = 0; which < 2; which++) cell[LANES * which + lane] = from.inner(which);
     }
     for (int place = 0; place < BLOCK; place++) put(cell + F::SCALES, lane, place, from.code(place), F::BITS);
@@ -173,7 +173,7 @@ void fill_row(uint8_t* panel, int lane, int64_t blocks, const uint8_t* raw) {
 
 template <class F>
 void read_row(const uint8_t* panel, int lane, int64_t blocks, float* to) {
-  const int first = lane / PART * PART, at = lane % PART;  // of the register that the lane is in, and its place there
+  const int first = lane / PART * PART, at = lane % PART;  // the lane's register, and its index there
   Scales<F> scales = {};
   for (int64_t block = 0; block < blocks; block++, to += BLOCK) {
     const uint8_t* cell = panel + F::at(block);
@@ -203,7 +203,7 @@ void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64
     multiply<F, MOST>(cells, blocks, x, count, sums);
   });
   if (!weights.bias) return;
-  const Floats bias = load<Floats>(weights.bias + panel * LANES);  // as long as the panels
+  const Floats bias = load<Floats>(weights.bias + panel * LANES);  // padded to whole panels
   for (int64_t m = 0; m < count; m++) sums[m] = sums[m] + bias;
 }
 
@@ -215,7 +215,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-// How many bytes a matrix takes; 0 for types and sizes that there is no format for.
+// The size of a matrix in bytes; 0 for unsupported types and sizes.
 int64_t packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
   int64_t bytes = 0;
   by_format(type, [&](auto format) {
@@ -225,7 +225,7 @@ int64_t packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
   return bytes;
 }
 
-// Fill a matrix, which is all zeros, from GGUF's rows: output n is row order[n], or n.
+// Fill a zeroed matrix from GGUF's rows: output n is row order[n], or row n without an order.
 void packed_fill(const Weights* weights, const uint8_t* raw, const int64_t* order, int threads) {
   const int64_t blocks = weights->blocks();
   Team::Turn team(threads);
@@ -239,7 +239,7 @@ void packed_fill(const Weights* weights, const uint8_t* raw, const int64_t* orde
   });
 }
 
-// Some outputs' weights as numbers, times `scale`.
+// Dequantize the weights of some outputs, times `scale`.
 void packed_rows(const Weights* weights, const int64_t* outputs, int64_t count, float scale, float* to) {
   const int64_t blocks = weights->blocks();
   by_format(weights->type, [&](auto format) {
@@ -252,7 +252,7 @@ void packed_rows(const Weights* weights, const int64_t* outputs, int64_t count, 
   });
 }
 
-// [count, outputs] of rows [count, inputs].
+// [count, outputs] from rows [count, inputs].
 void packed_linear(const Weights* weights, const float* rows, int64_t count, float* out, int threads) {
   const int64_t blocks = weights->blocks(), outputs = weights->outputs, tile = tile_of(blocks);
   const auto x = std::make_unique<Block[]>(blocks_of(count, blocks));

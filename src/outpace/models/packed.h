@@ -1,12 +1,12 @@
-// Matrices of weights in GGUF's block formats, and their products with rows of numbers.
+// Weight matrices in GGUF's block formats, and their products with rows.
 //
 // A matrix is stored in panels of 16 outputs. A panel has a cell for each block of 32 inputs: scales, then codes, in
-// the order in which a vector unit takes them (four inputs of 16 outputs are 64 numbers in a row). So a vector of sums
-// has an output in each lane, nothing is added up across lanes, and a scale is multiplied once for 32 inputs.
+// the order in which vector instructions take them (four inputs of 16 outputs are 64 consecutive codes). So a vector of
+// sums has one output per lane, no sum crosses lanes, and each scale is multiplied once per 32 inputs.
 //
-// Rows are rounded to 8 bits, with a scale for each block. Products within a block are sums of whole numbers. A row's
-// blocks are then added up one after the other: its bits depend on nothing but the row and the weights. Two rows lie
-// together, as i8mm multiplies two at once; the others do not mind.
+// Rows are quantized to 8 bits, with a scale for each block. Sums within a block are integers; blocks are added in
+// order. So a row's bits depend only on the row and the weights. Rows are stored in pairs, because i8mm multiplies two
+// at a time; for other instructions it makes no difference.
 
 #pragma once
 
@@ -18,30 +18,30 @@ namespace outpace {
 
 constexpr int BLOCK = 32;            // inputs that share a scale
 constexpr int GROUPS = 8;            // of four inputs
-constexpr int CHUNK = 8;             // inputs of a row that lie together
-constexpr int64_t TILE = 1 << 18;    // bytes of rows that stay in the next cache while weights pass
-constexpr int MOST = 8;              // rows that share the reading of weights
+constexpr int CHUNK = 8;             // contiguous inputs of a row
+constexpr int64_t TILE = 1 << 18;    // bytes of rows that stay in the L2 cache while weights stream
+constexpr int MOST = 8;              // rows per pass over the weights
 
-// A block of two rows that follow each other; eight codes of one, then eight of the other.
+// A block of a pair of rows: eight codes of the first, then eight of the second, and so on.
 struct alignas(64) Block {
   int8_t codes[BLOCK / CHUNK][2][CHUNK];
-  float scale[2], weighed[2];        // `weighed`: the sum of what the codes stand for
-  int32_t less[2], halves[2][2];     // a row's codes' sum, negative: of all, and of each half
+  float scale[2], weighed[2];        // `weighed`: scale times the sum of codes
+  int32_t less[2], halves[2][2];     // the negated sum of codes: of all, and of each half
 };
 
-// How many blocks so many rows take.
+// How many Blocks are needed for rows of `blocks` blocks.
 INLINE int64_t blocks_of(int64_t rows, int64_t blocks) { return (rows + 1) / 2 * blocks; }
 
 struct Weights {
   uint8_t* cells;
   const float* bias;
-  int64_t type, outputs, inputs;     // `type` as GGUF counts them
+  int64_t type, outputs, inputs;     // `type`: GGUF's number
 
   int64_t panels() const { return (outputs + LANES - 1) / LANES; }
   int64_t blocks() const { return inputs / BLOCK; }
 };
 
-// SPAN blocks have their scales' scale in common (1: scales stand for themselves). MIN: a least value is added.
+// NESTED: SPAN blocks share a scale of their scales. MIN: a minimum is added.
 template <int TYPE_, int BITS_, int OFFSET_, bool MIN_, int SPAN_, int RAW_>
 struct Format {
   static constexpr int TYPE = TYPE_, BITS = BITS_, OFFSET = OFFSET_, SPAN = SPAN_, RAW = RAW_;
@@ -50,8 +50,9 @@ struct Format {
   static constexpr int HEAD = NESTED ? LANES * 2 * (MIN ? 2 : 1) : 0;
   static constexpr int SCALES = NESTED ? LANES * 2 : LANES * 2 * (MIN ? 2 : 1);
   static constexpr int CELL = SCALES + LANES * BLOCK * BITS / 8;
-  static constexpr int64_t LONG = int64_t(SPAN) * CELL + HEAD;  // of SPAN cells and what they share
-  // What is taken from codes by `Block::less`; of several rows' codes it is taken before, if they may be negative.
+  static constexpr int64_t LONG = int64_t(SPAN) * CELL + HEAD;  // bytes of SPAN cells and the scales that they share
+  // The offset that is subtracted by way of `Block::less`. With several rows it is subtracted from the codes
+  // themselves, if they may be negative.
   template <int ROWS>
   static constexpr int32_t SHIFT = WIDE ? MIDDLE : SIGNED && ROWS > 1 ? 0 : OFFSET;
 
@@ -68,7 +69,7 @@ using Q4_K = Format<12, 4, 0, true, 8, 144>;
 using Q5_K = Format<13, 5, 0, true, 8, 176>;
 using Q6_K = Format<14, 6, 32, false, 8, 210>;
 
-// Calls `use` with the format of this type; false where there is none.
+// Calls `use` with the format of this type; false if there is none.
 template <class Use>
 INLINE bool by_format(int64_t type, Use use) {
   switch (type) {
@@ -84,16 +85,16 @@ INLINE bool by_format(int64_t type, Use use) {
   }
 }
 
-// A register's part of the codes of a cell, for each group; `from` is where its first lane's are. Group g's low four
-// bits lie in vector g % 4, in its lower or upper half of bytes' bits; a fifth bit in bit g of one more vector, a fifth
-// and sixth in bits of two more.
+// One register of codes per group of a cell; `from` points to those of the register's first lane. The low four bits of
+// group g are in vector g % 4, in the lower or upper halves of bytes; a fifth bit is bit g of one more vector, a fifth
+// and sixth are bits of two more.
 template <class F>
 INLINE void unpack(const uint8_t* from, BytePart (&codes)[GROUPS]) {
   if constexpr (F::WIDE) {
     for (int group = 0; group < GROUPS; group++) codes[group] = load<BytePart>(from + 64 * group);
     return;
   }
-  typedef uint16_t Shorts __attribute__((vector_size(NATIVE)));  // shifted as these, as x86 has no shift of bytes
+  typedef uint16_t Shorts __attribute__((vector_size(NATIVE)));  // x86 cannot shift bytes
   for (int group = 0; group < 4; group++) {
     const Shorts both = load<Shorts>(from + 64 * group);
     codes[group] = (BytePart)(both & 0x0f0f);
@@ -115,13 +116,13 @@ INLINE void unpack(const uint8_t* from, BytePart (&codes)[GROUPS]) {
   }
 }
 
-// A panel's scales from some lane on, as they are met on the way along its cells.
+// A panel's scales for the lanes of one register, cell by cell.
 template <class F>
 struct Scales {
-  FloatPart outer, outer_least;       // of nested ones
-  FloatPart first, second, least;     // `second`: of the second half's inputs, where halves have their own
+  FloatPart outer, outer_least;       // of nested formats
+  FloatPart first, second, least;     // `second`: of the second half, if halves have scales of their own
 
-  // What SPAN cells share, if they share anything.
+  // Read what SPAN cells share, in nested formats.
   INLINE void head(const uint8_t* cell, int lane) {
     if constexpr (F::NESTED) {
       outer = from_halves(cell + 2 * lane);
@@ -134,7 +135,7 @@ struct Scales {
       second = outer * from_bytes<int8_t>(cell + LANES + lane);
     } else if constexpr (F::NESTED) {
       first = outer * from_bytes<uint8_t>(cell + lane);
-      least = outer_least * from_bytes<uint8_t>(cell + LANES + lane);  // the head has it negative
+      least = outer_least * from_bytes<uint8_t>(cell + LANES + lane);  // already negated in the head
     } else {
       first = from_halves(cell + 2 * lane);
       if constexpr (F::MIN) least = from_halves(cell + 2 * (LANES + lane));
@@ -142,10 +143,10 @@ struct Scales {
   }
 };
 
-// A panel's products with `count` rows, up to MOST, which `x` begins with.
+// A panel's products with the first `count` rows of `x`, at most MOST.
 void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums);
 
-// All products of rows `first` to `last` with one panel; `sink(row, sums)` gets them.
+// The products of one panel and rows `first` to `last`, passed to `sink(row, sums)`.
 template <class Sink>
 INLINE void with_panel(const Weights& weights, int64_t panel, const Block* x, int64_t first, int64_t last,
                        Sink&& sink) {
@@ -157,16 +158,16 @@ INLINE void with_panel(const Weights& weights, int64_t panel, const Block* x, in
   }
 }
 
-// How many rows of so many blocks stay near.
+// How many rows of this many blocks stay in the cache.
 INLINE int64_t tile_of(int64_t blocks) {
   return std::max<int64_t>(1, TILE * 2 / int64_t(sizeof(Block)) / blocks / MOST) * MOST;
 }
 
-// 32 numbers of a row to 8 bits.
+// Quantize 32 values of a row to 8 bits.
 INLINE void round_block(const float* from, Block& to, int64_t row) {
   const int64_t side = row % 2;
   const Floats parts[2] = {load<Floats>(from), load<Floats>(from + LANES)};
-  // Compared as whole numbers, so that NaN counts as highest, and makes the scale NaN.
+  // Compared as integers, so that NaN is the largest and makes the scale NaN.
   const int32_t bits = highest(larger(as<Ints>(parts[0]) & 0x7fffffff, as<Ints>(parts[1]) & 0x7fffffff));
   float most;
   std::memcpy(&most, &bits, sizeof most);
@@ -188,7 +189,7 @@ INLINE void round_block(const float* from, Block& to, int64_t row) {
   for (int half = 0; half < 2; half++) to.halves[half][side] = -sums[half];
 }
 
-// A row that is `number`th, of so many blocks.
+// Quantize row `number`.
 INLINE void round_row(const float* from, int64_t blocks, Block* x, int64_t number) {
   for (int64_t block = 0; block < blocks; block++)
     round_block(from + block * BLOCK, x[number / 2 * blocks + block], number);

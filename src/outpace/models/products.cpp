@@ -1,8 +1,8 @@
-// The product of a few rows with a matrix of weights: out[m, n] = sum over k of rows[m, k] * weights[n, k], plus bias.
+// The product of a few rows and a weight matrix: out[m, n] = sum over k of rows[m, k] * weights[n, k], plus bias.
 //
-// Weights lie as torch.nn.Linear keeps them. Every weight is loaded once for up to ROWS rows, so a few rows cost little
-// more than one, as long as memory is the limit. The sum over k runs in the same order whatever is computed beside it:
-// SUMS running vectors for each output, added up at the end. So a row's result has the same bits beside any other rows.
+// Weights have the layout of torch.nn.Linear. Every weight is loaded once for up to ROWS rows, so a few rows cost
+// little more than one while memory bandwidth is the limit. The sum over k always has the same order: SUMS vector
+// accumulators per output, added at the end. So a row has the same bits in any batch.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -21,16 +21,16 @@ namespace {
 
 using torch::stable::Tensor;
 
-// OUTPUTS x ROWS x SUMS vectors hold a block's sums, and some must be left for what is multiplied.
+// A block's accumulators take OUTPUTS x ROWS x SUMS registers; some must be left for the factors.
 constexpr int OUTPUTS = 2, SUMS = 2, STEP = SUMS * WIDTH;
 constexpr int ROWS = BYTES == 32 ? 3 : 4;
-constexpr int LINE = 64 / sizeof(float);  // of the cache
+constexpr int LINE = 64 / sizeof(float);  // a cache line
 constexpr int GROUP = std::max(LINE, STEP);
-constexpr int AHEAD = 2;                  // blocks of weights that are fetched ahead
-constexpr int64_t FEW = 32;               // beyond, BLAS is as quick or quicker, though it packs the weights first
-constexpr int64_t TOGETHER = 16;          // rows that pass weights together, and stay in the nearest cache meanwhile
-constexpr int64_t NEAR = 1 << 16;         // weights that stay in the next cache while all rows pass them
-constexpr int64_t GRAIN = 1 << 15;        // multiplications that are worth a thread
+constexpr int AHEAD = 2;                  // how many blocks of weights ahead to prefetch
+constexpr int64_t FEW = 32;               // beyond, BLAS is as fast or faster, although it packs the weights first
+constexpr int64_t TOGETHER = 16;          // rows at a time: they stay in the L1 cache
+constexpr int64_t NEAR = 1 << 16;         // weights that stay in the L2 cache while all rows use them
+constexpr int64_t GRAIN = 1 << 15;        // the fewest multiplications per thread
 
 struct Product {
   const float *rows, *weights, *bias;
@@ -43,7 +43,7 @@ struct Product {
     const float* x = rows + row * inputs;
     const float* w = weights + output * inputs;
     Vector sums[N][M][SUMS] = {};
-    // No branches here: they might keep the compiler from fusing some products with their additions and not others.
+    // No branches here: with them the compiler might fuse some multiply-adds and not others.
     auto step = [&](const float* values, const float* factors, int64_t stride) {
       for (int sum = 0; sum < SUMS; sum++) {
         Vector weight[N];
@@ -55,7 +55,7 @@ struct Product {
       }
     };
     int64_t k = 0;
-    if (M > 1 && row == 0) {  // the first to read these weights; a single row reads one stream, which needs no help
+    if (M > 1 && row == 0) {  // the first to read these weights; for a single row the hardware prefetches
       for (; k + GROUP <= inputs; k += GROUP) {
         for (int ahead = 0; ahead < N * GROUP; ahead += LINE)
           __builtin_prefetch(w + AHEAD * N * inputs + N * k + ahead, 0, 2);
@@ -63,7 +63,7 @@ struct Product {
       }
     }
     for (; k + STEP <= inputs; k += STEP) step(x + k, w + k, inputs);
-    if (k < inputs) {  // what is left, filled up with zeros
+    if (k < inputs) {  // the remainder, padded with zeros
       float values[M][STEP] = {}, factors[N][STEP] = {};
       for (int m = 0; m < M; m++) std::copy(x + m * inputs + k, x + (m + 1) * inputs, values[m]);
       for (int n = 0; n < N; n++) std::copy(w + n * inputs + k, w + (n + 1) * inputs, factors[n]);
@@ -87,7 +87,7 @@ struct Product {
     block<N, M>(row, output);
   }
 
-  // N outputs of the rows from `first` to `last`.
+  // N outputs of rows `first` to `last`.
   template <int N>
   void column(int64_t first, int64_t last, int64_t output) const {
     if (last - first == 1) {
@@ -112,7 +112,7 @@ Tensor blas(const Tensor& rows, const Tensor& weights, const std::optional<Tenso
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// With `exact` never by BLAS, which gives a row other bits beside other rows.
+// With `exact` never by BLAS, where a row's bits depend on the batch.
 Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Tensor>& bias, bool exact) {
   const int64_t outputs = weights.size(0), inputs = weights.size(1), count = input.numel() / inputs;
   if (count > FEW && !exact) return blas(input, weights, bias);

@@ -1,8 +1,8 @@
-// Threads that help with one piece of work after another.
+// A thread pool that runs one parallel loop after another.
 //
-// Whoever has the work asks for help and takes shares of it too; helpers take shares as they come free. The work is
-// done when all shares that were taken are, so a helper that the system has put aside holds up nobody unless it has a
-// share. Whoever waits looks a few microseconds, then sleeps: cores are left to those who can use them.
+// The calling thread takes shares of the loop too; helpers take shares whenever they are free. A loop is done when all
+// of its shares are, so a helper that the system has descheduled delays nobody unless it holds a share. Waiting threads
+// spin for some microseconds, then sleep.
 
 #pragma once
 
@@ -23,11 +23,11 @@
 namespace outpace {
 
 #ifndef LATE
-#define LATE()  // where a test lets a thread be late
+#define LATE()  // tests delay a thread here
 #endif
 
-constexpr uint64_t NONE = UINT32_MAX;  // in place of the first part that nobody has taken: there is none
-constexpr int LOOKS = 400;  // before a thread sleeps: some 20 microseconds
+constexpr uint64_t NONE = UINT32_MAX;  // instead of the first part that nobody has taken: all are taken
+constexpr int LOOKS = 400;  // spins before a thread sleeps: some 20 microseconds
 
 inline void rest() {
 #if defined(__x86_64__)
@@ -37,7 +37,7 @@ inline void rest() {
 #endif
 }
 
-// Wait until `value` is another than `known`.
+// Wait until `value` differs from `known`.
 template <class Number>
 void await(const std::atomic<Number>& value, Number known) {
   for (int look = 0; look < LOOKS; look++) {
@@ -49,12 +49,12 @@ void await(const std::atomic<Number>& value, Number known) {
 
 class Team {
  public:
-  // The only team of this process, to one thread at a time.
+  // The only team of this process, for one thread at a time.
   class Turn {
    public:
     explicit Turn(int threads) : lock_(mutex()) {
       static std::unique_ptr<Team> team;
-      if (team && team->process_ != getpid()) (void)team.release();  // a fork: its threads did not come along
+      if (team && team->process_ != getpid()) (void)team.release();  // after a fork the threads are gone
       if (!team || team->size_ != threads) {
         team.reset();
         team.reset(new Team(threads));
@@ -73,13 +73,13 @@ class Team {
     Team* team_;
   };
 
-  // `share(first, last)` for all parts of 0 to `count`, in any order and at once: many at a time at first, so that
-  // neighbours stay together, `grain` at a time in the end, so that all are done at once.
+  // Call `share(first, last)` in parallel, in any order, until 0 to `count` are covered. Shares are large at first, to
+  // keep neighbours together, and shrink to `grain`, so that all threads finish at the same time.
   template <class Share>
   void each(int64_t count, int64_t grain, Share&& share) {
     if (size_ == 1 || count <= grain) return count > 0 ? share(0, count) : void();
     const uint64_t work = (next_.load(std::memory_order_relaxed) >> 32) + 1;
-    // First nobody can take a share any more: a helper that is late with the work before must not meet half of this.
+    // First make sure that nobody can take a share: a helper that is late must not see half of the new work.
     next_.store(work << 32 | NONE, std::memory_order_relaxed);
     call_.store([](void* what, int64_t first, int64_t last) { (*static_cast<Share*>(what))(first, last); },
                 std::memory_order_release);
@@ -118,9 +118,8 @@ class Team {
     }
   }
 
-  // Take shares of this work until there are none left, or it is over. What belongs to a work is good as long as its
-  // number stands in `next_`, and that is what a share is taken from: whoever has read what belongs to a later work has
-  // seen `next_` change, so the exchange fails.
+  // Take shares of this work until none is left. The work's fields are valid while its number is in `next_`, from which
+  // shares are taken by compare-and-exchange: for a thread that has read fields of later work, it fails.
   void take(uint32_t work) {
     uint64_t next = next_.load(std::memory_order_acquire);
     while (next >> 32 == work) {
@@ -147,7 +146,7 @@ class Team {
   std::atomic<int64_t> count_{0}, grain_{0};
   std::atomic<bool> ended_{false};
   alignas(64) std::atomic<uint32_t> work_{0};
-  alignas(64) std::atomic<uint64_t> next_{0};  // the work's number, and its first part that nobody has taken
+  alignas(64) std::atomic<uint64_t> next_{0};  // the number of the work, and the first part that nobody has taken
   alignas(64) std::atomic<int64_t> done_{0};
 };
 

@@ -1,4 +1,4 @@
-// A vector register of floats, as wide as the processor has them.
+// Vectors of floats, as wide as the CPU's registers.
 
 #pragma once
 

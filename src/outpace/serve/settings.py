@@ -36,9 +36,9 @@ class Settings:
         for name in ("max_texts", "max_queue", "max_body", "max_headers", "max_n", "max_new_tokens", "slots"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name}={value!r} must be a whole number, 1 or more.")
+                raise InputError(f"{name}={value!r} must be 1 or more, a whole number.")
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
-            raise InputError(f"max_length={self.max_length!r} must be a whole number, 2 or more.")
+            raise InputError(f"max_length={self.max_length!r} must be 2 or more, a whole number.")
         if self.keep is not None and self.keep < 0:
             raise InputError(f"keep={self.keep!r} must be 0 or more.")
         if not self.deadline > 0:
