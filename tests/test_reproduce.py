@@ -128,9 +128,12 @@ def test_lookahead_stopped_and_gone_on(folder: Path, tmp_path: Path, monkeypatch
     speeds, sampling, settings, law, devices = found.tables
     assert [row[0] for row in speeds.rows] == ["chat", "summary", "math", "code", "all"]
     assert speeds.claims[0].holds is True
-    assert [claim.holds for claim in sampling.claims[:2]] == [True, True]
-    assert sampling.claims[2].holds is not None  # ROUGE to the references
-    assert lookahead.PAPERS_RULE in [row[1] for row in sampling.rows]
+    assert [claim.holds for claim in sampling.claims[:4]] == [True] * 4
+    assert sampling.claims[4].holds is not None  # ROUGE to the references
+    assert lookahead.PAPERS_RULE in [row[2] for row in sampling.rows]
+    ways = [way for way in lookahead.ON_SUMMARIES for _ in range(len(sampling.rows) // 2)]
+    assert [row[0] for row in sampling.rows] == ways
+    assert {row[6] for row in sampling.rows if row[0] == lookahead.BRIEF} == {"–"}  # without references
     assert sum("100.0 / 100.0 / 100.0" in row for row in sampling.rows) >= 6
     assert {row[0] for row in settings.rows} == set(lookahead.TABLE_3)
     assert len(law.rows) == len(found.plots[0].lines["N = 3, measured"]) + len(found.plots[0].lines["N = 5, Eq. 7"])

@@ -176,17 +176,24 @@ class Lab:
         return [] if self.model is None else [Transformers(self.decoder, self.model)]
 
     def measure(
-        self, part: str, entries: Sequence[Entry], tasks: Sequence[str], *, each: int = 0, temperature: float = 0.0
+        self,
+        part: str,
+        entries: Sequence[Entry],
+        tasks: Sequence[str],
+        *,
+        each: int = 0,
+        temperature: float = 0.0,
+        questions: Sequence[Question] = (),
     ) -> Found:
         """All entries on the first questions of each task. The first entry is plain decoding."""
-        count = each or self.scale.each
-        chosen = [question for question in self.questions if question.task in tasks and question.number < count]
+        count, questions = each or self.scale.each, questions or self.questions
+        chosen = [question for question in questions if question.task in tasks and question.number < count]
         how = Settings(
             self.scale.tokens,
             sampling=Sampling(temperature=temperature),
             raw=self._raw,
             data=self._data,
-            digest=digest(self.questions),
+            digest=digest(questions),
             every=self._every,
         )
 

@@ -6,8 +6,11 @@ The paper's figures are those of LLaMA-2-7B-Chat on one A100.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from statistics import fmean
 
+from ..bench.data import Question
 from ..methods import Lookahead, Method, PromptLookup
 from .findings import Claim, Findings, Plot, Table, at_most, everywhere, falling, number
 from .lab import KINDS, PLAIN, ByRule, Found, Lab, same_text
@@ -19,7 +22,11 @@ ON_TASKS = {"chat": 1.64, "math": 1.89, "code": 2.25}  # MT-Bench, GSM8K, HumanE
 ON_DATA = {"mbpp": 1.87, "infilling": 1.55}  # tasks of a kind that have a figure of their own
 ON_DEVICES = {1: (1.64, 2.25), 8: (2.05, 3.87)}  # MT-Bench, HumanEval
 DEVICES = (1, 2, 4, 8)
-ON_SUMMARIES = {0.0: (1.57, None), 1.0: (1.46, 1.64)}  # CNN/DailyMail by temperature: speedup, tokens per step
+LONG, BRIEF = "as asked", "in one sentence"  # summaries like CNN/DailyMail's, and like XSum's
+ON_SUMMARIES: dict[str, dict[float, tuple[float, float | None]]] = {  # by temperature: speedup, tokens per step
+    LONG: {0.0: (1.57, None), 1.0: (1.46, 1.64)},
+    BRIEF: {0.0: (1.60, None), 1.0: (1.50, 1.67)},
+}
 BATCHES = {3: (1, 2, 4, 8, 15), 5: (1, 2, 4, 8, 15)}  # N: the values of W = G that the scaling law is fitted to
 MOST_ON_CPU = 40  # the most rows of window and n-grams, (W + G)(N - 1), on a CPU, where they cost time
 
@@ -49,7 +56,7 @@ PAPERS_RULE = "lookahead, large, by Algorithm 4"
 
 def reproduce(lab: Lab) -> Findings:
     """Everything in the paper that one device can show."""
-    lab.parts = 4
+    lab.parts = 2 + 2 * len(ON_SUMMARIES)
     tasks, sampling = _tasks(lab), _sampling(lab)
     settings, law, devices, plot = _settings(lab)
     return Findings(PAPER, lab.about(), [tasks, sampling, settings, law, devices], [plot])
@@ -89,17 +96,19 @@ def _tasks(lab: Lab) -> Table:
 
 def _sampling(lab: Lab) -> Table:
     tasks = lab.tasks("summary")
+    asked = {LONG: lab.questions, BRIEF: [_in_one_sentence(question) for question in lab.questions]}
     same = lab.ours({SIZED: SIZED, OURS: large(lab)})
-    references = {(question.task, question.number): question.references for question in lab.questions}
     rows, kept = [], []
-    tokens: dict[float, float | None] = {}
+    tokens: dict[float, list[float]] = {}
     speeds: dict[str, float | None] = {}
     changes: list[float] = []  # of ROUGE with the references, against plain decoding
-    for temperature, (speed, steps) in ON_SUMMARIES.items():
+    for how, temperature in product(asked, (0.0, 1.0)):
         published = [ByRule(lab.decoder, large(lab), PAPERS_RULE, "rejection")] if temperature else []
         entries = [*same, *published, *lab.theirs()]
-        found = lab.measure(f"lookahead-sampling-{temperature:g}", entries, tasks, temperature=temperature)
+        part = f"lookahead-sampling-{temperature:g}" + (f" {how}".replace(" ", "-") if how != LONG else "")
+        found = lab.measure(part, entries, tasks, temperature=temperature, questions=asked[how])
         kept.append(same_text(found))
+        references = {(question.task, question.number): question.references for question in asked[how]}
         texts = {label: _texts(lab, found, label) for label in found.labels}
         plain: Rouge | None = None
         for label in found.labels:
@@ -113,26 +122,35 @@ def _sampling(lab: Lab) -> Table:
             plain = other if label == PLAIN else plain
             if other and plain and label in (*found.lossless, PAPERS_RULE):
                 changes += [abs(mine - theirs) for mine, theirs in zip(other, plain, strict=True)]
+            speed, steps = ON_SUMMARIES[how][temperature]
             paper = [number(speed, "×"), number(steps)] if label == OURS else ["", ""]
             figures = [number(found.speed(label), "×"), number(found.steps(label))]
-            rows.append([f"{temperature:g}", label, *figures, _three(own), _three(other), *paper])
-        tokens[temperature] = found.steps(OURS)
-        speeds[f"temperature {temperature:g}"] = max(found.speed(label) or 0.0 for label in (SIZED, OURS))
+            rows.append([how, f"{temperature:g}", label, *figures, _three(own), _three(other), *paper])
+        tokens.setdefault(temperature, []).append(found.steps(OURS) or 0.0)
+        fastest = max(found.speed(label) or 0.0 for label in (SIZED, OURS))
+        speeds[f"{how}, temperature {temperature:g}"] = fastest
     unchanged = "ROUGE to the references changes by at most a point, greedy and sampled"
+    greedy, sampled = (fmean(tokens[temperature]) for temperature in (0.0, 1.0))
     claims = [
         *kept,
         at_most(unchanged, 100 * max(changes) if changes else None, 1.0, " points"),
         everywhere("faster than plain decoding at both temperatures, with the better of both sizes", speeds, 1.0),
-        falling("greedy has more tokens per step than temperature 1", {"greedy": tokens[0.0], "sampled": tokens[1.0]}),
+        falling("greedy has more tokens per step than temperature 1", {"greedy": greedy, "sampled": sampled}),
     ]
-    columns = ["temperature", "method", "speed", "tokens/step", "ROUGE-1/2/L to plain's text", "to the references"]
+    columns = ["summary", "temperature", "method", "speed", "tokens/step"]
+    columns += ["ROUGE-1/2/L to plain's text", "to the references", "speed, paper", "tokens/step, paper"]
     note = (
-        f"Tasks: {', '.join(tasks)}. Large is (5, {wide(lab)}, {wide(lab)}). The paper's columns are CNN/DailyMail's. "
+        f"Tasks: {', '.join(tasks)}. Large is (5, {wide(lab)}, {wide(lab)}). The paper's columns are CNN/DailyMail's "
+        f"and, for summaries {BRIEF}, XSum's: ours are of the same articles, and have no references of that kind. "
         "transformers and the paper's Algorithm 4 sample with their own random numbers: other texts of the same "
         "distribution."
     )
-    title = "Sampling (the paper's Table 2)"
-    return Table(title, [*columns, "speed, paper", "tokens/step, paper"], rows, claims, note)
+    return Table("Sampling (the paper's Table 2)", columns, rows, claims, note)
+
+
+def _in_one_sentence(question: Question) -> Question:
+    turns = tuple(f"{turn}\n\nSummarize it in one sentence." for turn in question.turns)
+    return replace(question, turns=turns, references=())
 
 
 def _texts(lab: Lab, found: Found, label: str) -> dict[tuple[str, int, int], str]:
