@@ -122,6 +122,12 @@ def test_rows_beyond_a_matrix_are_an_error() -> None:
         PackedEmbedding(Matrix(random_rows(Kind.Q8_0, 16, 64), Kind.Q8_0))(torch.tensor([16]))
 
 
+def test_rows_of_another_size_are_an_error() -> None:
+    """Not memory beyond the output."""
+    with pytest.raises(RuntimeError, match="64 inputs was given 128"):
+        PackedLinear(Matrix.of(draw(32, 64), packed.Q8))(draw(8, 128))
+
+
 def test_row_indices_are_integers() -> None:
     embedding = PackedEmbedding(Matrix(random_rows(Kind.Q8_0, 16, 64), Kind.Q8_0))
     with pytest.raises(TypeError, match="must be integers"):

@@ -54,6 +54,12 @@ def test_it_is_the_product(rows: int, inputs: int, outputs: int, biased: bool, s
     torch.testing.assert_close(product(x, w, b).double(), expected, rtol=1e-5, atol=3e-5)
 
 
+def test_rows_of_another_size_are_an_error() -> None:
+    """Not memory beyond the output."""
+    with pytest.raises(RuntimeError, match="different sizes"):
+        product(draw(8, 128), draw(32, 64))
+
+
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (1536, 576), (61, 1001), (7, 5), (64, 4)])
 def test_a_row_has_the_same_bits_beside_any_rows(inputs: int, outputs: int) -> None:

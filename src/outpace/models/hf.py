@@ -24,7 +24,7 @@ from .compiling import compile_together
 from .exact import ExactFunctions, Seen, seen_by
 from .fusing import Fusion
 from .layers import Angles, Stack, Unusual
-from .mirror import ATTENTION, Control, FixedCache, Mask, Mirror, PoolCache, with_gates
+from .mirror import ATTENTION, Control, FixedCache, Mask, Mirror, PoolCache, Probe, with_gates
 from .packed import is_packed
 from .products import Products
 from .products import load as load_operators
@@ -75,6 +75,7 @@ class HFModel:
         """Refuse the model where a comparison fails."""
         checks = Checks(self, model, self._traits)
         checks.masks()
+        self.lists = self.lists and self._passes_lists()
         if self.packed and self.lists:  # states are rounded to 8 bits, which magnifies any other difference
             self.compute_exactly()
             try:
@@ -85,7 +86,21 @@ class HFModel:
         else:
             checks.paths()
         checks.logits()
-        self.lists = self.lists and checks.alike
+
+    def _passes_lists(self) -> bool:
+        """Whether layers pass lists on to attention as they are, and the keys there are as large as the values."""
+        self._control.sizes = sizes = set[tuple[int, int]]()
+        pool = Pool(self.device, capacity=1)
+        try:
+            with pool.sequence([0]) as sequence:
+                self.forward(pool, pool.place_text(sequence, 1), logits=0)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a layer computes with its mask
+            return False
+        finally:
+            self._control.sizes = None
+        return all(keys == values for keys, values in sizes)
 
     def compile_layers(self) -> None:
         """From now on `forward` accepts `compiled`. Layers of one kind share compiled code."""
@@ -268,8 +283,11 @@ class HFModel:
             control.masks = self._windowed(seen_by(rows))
             arguments["attention_mask"] = rows.tokens[None, None, None]
         elif self.branches:
-            control.masks = self._masks(rows)
-            arguments["attention_mask"] = next(iter(control.masks.values()))
+            masks = self._masks(rows)
+            control.masks = {**masks}
+            arguments["attention_mask"] = next(iter(masks.values()))
+            if control.sizes is not None:
+                control.masks = {kind: Probe(mask, control.sizes) for kind, mask in masks.items()}
         else:
             arguments["attention_mask"] = torch.ones(1, pool.used, dtype=torch.long, device=self.device)
         try:
@@ -309,9 +327,9 @@ class HFModel:
         """What rows see, with the window of each type of layer."""
         return {kind: lists._replace(window=self._traits.windows.get(kind) or 0) for kind in self._kinds}
 
-    def _masks(self, rows: Placed) -> dict[str, Mask]:
+    def _masks(self, rows: Placed) -> dict[str, torch.Tensor]:
         """The attention mask [1, 1, rows, slots] by type of layer."""
-        masks: dict[str, Mask] = {}
+        masks: dict[str, torch.Tensor] = {}
         for kind in self._kinds:
             sees = rows.sees & self._traits.inside(kind, rows.positions[:, None], rows.slot_positions)
             if not self._traits.own_attention:  # the model's own attention adds the mask to its scores

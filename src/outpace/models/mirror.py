@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -30,7 +30,15 @@ from .traits import ELSEWHERE
 ATTENTION = "outpace"  # the name under which `attend` is registered with transformers
 STEADY = 256  # rows at a time outside of layers, in exact mode on a GPU
 
-Mask: TypeAlias = "torch.Tensor | SlotLists | Seen"
+
+class Probe(NamedTuple):
+    """A mask in the form of lists: shows at load whether layers pass on to attention what they do not know."""
+
+    mask: torch.Tensor
+    sizes: set[tuple[int, int]]  # of keys and values, as attention gets them
+
+
+Mask: TypeAlias = "torch.Tensor | SlotLists | Seen | Probe"
 """What rows see: [1, 1, rows, slots], as bool or to be added to the scores, or as lists."""
 
 
@@ -49,6 +57,9 @@ def attend(
     """Attention of rows over the slots that each may see: the reference for every faster kernel."""
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
+    if isinstance(attention_mask, Probe):
+        attention_mask.sizes.add((key.shape[-1], value.shape[-1]))
+        attention_mask = attention_mask.mask
     if isinstance(attention_mask, SlotLists | Seen):
         if s_aux is not None:
             raise UnsupportedModel(f"{type(module).__name__} has attention sinks, which slot lists do not support.")
@@ -105,6 +116,7 @@ class Control:
         self.last = layers - 1
         self.kept: tuple[int, ...] = ()  # hidden states after these layers are kept too
         self.seen: dict[int, Any] | None = None  # the decoder's own masks, by layer
+        self.sizes: set[tuple[int, int]] | None = None  # of keys and values, where wanted
         self.clear()
 
     def clear(self) -> None:

@@ -136,6 +136,8 @@ class PackedLinear(nn.Module):
         return self.matrix.weights(self.filled)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if states.shape[-1] != self.in_features:  # C++ would write beyond the output
+            raise RuntimeError(f"a product with {self.in_features} inputs was given {states.shape[-1]}")
         rows = states.to(torch.float32).contiguous()
         out = torch.empty(*rows.shape[:-1], self.out_features)
         count = rows.numel() // self.in_features

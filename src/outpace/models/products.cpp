@@ -115,6 +115,7 @@ Tensor blas(const Tensor& rows, const Tensor& weights, const std::optional<Tenso
 // With `exact` never by BLAS, where a row's bits depend on the batch.
 Tensor linear(const Tensor& input, const Tensor& weights, const std::optional<Tensor>& bias, bool exact) {
   const int64_t outputs = weights.size(0), inputs = weights.size(1), count = input.numel() / inputs;
+  if (input.size(input.dim() - 1) != inputs) throw std::runtime_error("rows and weights of different sizes");
   if (count > FEW && !exact) return blas(input, weights, bias);
   const Tensor rows = torch::stable::contiguous(input);
   std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
