@@ -8,6 +8,7 @@ import platform
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import pairwise
@@ -49,8 +50,14 @@ def about(engine: Engine) -> dict[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "runtime": engine.name,
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "transformers": _version("transformers"),
     }
+
+
+@cache
+def _version(package: str) -> str:
+    """Reading a package's metadata takes milliseconds, and every Decoder asks."""
+    return version(package)
 
 
 class Remembered(Chances):
