@@ -129,17 +129,15 @@ def _dense(
     sees = torch.zeros(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
     at = lists.positions[:, None]
     whose = lists.whose if lists.packed else torch.zeros_like(lists.positions)
-    for text in sorted(set(whose.tolist())):
-        past, mine = int(lists.length[text]), whose == text
-        place = torch.arange(past, device=query.device)
-        seen = place <= at[mine]
-        if lists.window:
-            seen = seen & (at[mine] - place < lists.window)
-        row, column = mine.nonzero(), lists.text[text, :past]
-        sees[row, column] = seen
+    past = lists.length[whose, None]
+    place = torch.arange(int(past.max()), device=query.device)
+    seen = (place < past) & (place <= at)
+    if lists.window:
+        seen &= at - place < lists.window
+    row, column = seen.nonzero(as_tuple=True)
+    sees[row, lists.text[whose[row], column]] = True
     if lists.exact:
-        behind = lists.length[whose, None]
-        place = behind + torch.arange(lists.tree.shape[1], device=query.device)
+        place = past + torch.arange(lists.tree.shape[1], device=query.device)
         seen, other = place <= at, lists.tree
     else:
         row = torch.arange(query.shape[2], device=query.device)
@@ -157,11 +155,14 @@ def _dense(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-    # Masked values must not contribute, even if they are NaN.
     held = values.repeat_interleave(groups, 1).to(exactly)
-    whole = held.isfinite().all(-1)[:, :, None]  # [1, heads, 1, slots]
-    mixed = weights @ held.masked_fill(~held.isfinite(), 0.0)
-    mixed = mixed.masked_fill((sees & ~whole).any(-1, keepdim=True), float("nan"))
+    finite = held.isfinite()
+    if finite.all():
+        mixed = weights @ held
+    else:  # masked values must not contribute, even if they are NaN
+        whole = finite.all(-1)[:, :, None]  # [1, heads, 1, slots]
+        mixed = weights @ held.masked_fill(~finite, 0.0)
+        mixed = mixed.masked_fill((sees & ~whole).any(-1, keepdim=True), float("nan"))
     return mixed.to(query.dtype).transpose(1, 2).contiguous()
 
 
