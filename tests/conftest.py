@@ -94,9 +94,13 @@ def tiny(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes
     return build(name, {**_COMMON, **ARCHITECTURES[name], **changes}, seed, dtype)
 
 
-def mostly_slow(names: Iterable[str], quick: Iterable[str] = ("Llama", "Gemma2", "GPT2")) -> list[Any]:
-    """Parameters of a test that takes seconds for each architecture: all but some are left to `make test-all`."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def mostly_slow(values: Iterable[Any], quick: Iterable[Any] = ("Llama", "Gemma2", "GPT2")) -> list[Any]:
+    """Parameters of a test that takes long for each architecture: all but some are left to `make test-all`.
+
+    A value is the test's only parameter, or a tuple of several.
+    """
+    every = {value: value if isinstance(value, tuple) else (value,) for value in values}
+    return [pytest.param(*given, marks=() if value in quick else pytest.mark.slow) for value, given in every.items()]
 
 
 @functools.cache

@@ -287,7 +287,7 @@ def likeliest_of(offers: list[Any], lane: int, path: int, table: torch.Tensor) -
     return math.exp(max(found, default=NEVER))
 
 
-@pytest.mark.parametrize("heads", [None, "medusa", "hydra", "amphista"])
+@pytest.mark.parametrize("heads", mostly_slow([None, "medusa", "hydra", "amphista"], quick=[None, "amphista"]))
 @pytest.mark.parametrize("name", mostly_slow(["Llama", "Gemma2", "GPT2", "Mistral", "Qwen3"], quick=["Llama"]))
 def test_each_text_is_plain_decodings(name: str, heads: str | None) -> None:
     model = tiny(name)
@@ -360,7 +360,7 @@ def test_what_cannot_be_stored_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp
     decoder.generate(prompt_of(1), method=Auto(heads=False), max_new_tokens=20)  # warnings are errors here
 
 
-@pytest.mark.parametrize("heads", [None, "medusa", "hydra", "amphista"])
+@pytest.mark.parametrize("heads", mostly_slow([None, "medusa", "hydra", "amphista"], quick=[None, "hydra"]))
 def test_where_the_host_drafts_each_text_is_plain_decodings(heads: str | None) -> None:
     model = tiny("Llama")
     decoder = Decoder(model, method=Auto(heads=random_heads(heads, model) if heads else False, rows=16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 from outpace import cli, load
+from outpace.models.hf import HFModel
 
 from .serving import LONG, new_decoder
 from .test_cli import assert_refused, generate, outpace
@@ -106,7 +108,24 @@ def test_chat_has_commands(folder: Path) -> None:
     assert all(word in result.stderr for word in ("/new", "/exit", "Ctrl-D"))
 
 
-def test_an_interrupt_stops_the_answer_and_not_the_chat(folder: Path) -> None:
+def test_an_interrupt_stops_the_answer_and_not_the_chat(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, stopped = HFModel.forward, list[bool]()
+
+    def interrupted(self: HFModel, pool: Any, rows: Any, *given: Any, **more: Any) -> Any:
+        if not stopped and int(rows.positions[-1]) == 20:  # some tokens behind the prompt
+            stopped.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, pool, rows, *given, **more)
+
+    monkeypatch.setattr(HFModel, "forward", interrupted)
+    options = ("--model", folder, "--device", "cpu", "--max-new-tokens", 400, "--method", "autoregressive")
+    result = outpace("chat", *options, stdin="hello\n/help\n")
+    assert result.exit_code == 0
+    assert re.search(r"stopped, autoregressive: \d tokens(.|\n)*/help shows this", result.stderr)
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_process_stops_the_answer_and_not_the_chat(folder: Path) -> None:
     """The model is slowed down, so that the answer is interrupted in its midst."""
     slow = (
         "import time, outpace.models.hf as hf; from outpace.cli import main\n"

@@ -110,7 +110,7 @@ def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
         assert found[place] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"norm": "last"}, {"output": "full"}])
+@pytest.mark.parametrize("settings", [{}, pytest.param({"norm": "last"}, marks=pytest.mark.slow), {"output": "full"}])
 def test_exits_learn(texts: list[Text], settings: dict[str, Any]) -> None:
     heads = exits(**settings)
     one = trainer(heads, Plan(updates=40, tokens=600))

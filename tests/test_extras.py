@@ -48,8 +48,20 @@ def decoder() -> Decoder:
     return new_decoder(context=512)
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED])
-@pytest.mark.parametrize("grammar", [Grammar.json_schema(PERSON), Grammar.regex("a{3}(b|c){2,9}d"), None])
+FITS, SHORT = Grammar.json_schema(PERSON), Grammar.regex("a{3}(b|c){2,9}d")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "sampling"),
+    [
+        (FITS, SAMPLED),
+        (SHORT, None),
+        (None, None),
+        pytest.param(FITS, None, marks=pytest.mark.slow),
+        pytest.param(SHORT, SAMPLED, marks=pytest.mark.slow),
+        pytest.param(None, SAMPLED, marks=pytest.mark.slow),
+    ],
+)
 def test_every_method_writes_the_same(grammar: Grammar | None, sampling: Sampling | None) -> None:
     options = {"grammar": grammar, "sampling": sampling, "max_new_tokens": 40, "logprobs": 2}
     results = [decoder().generate("hello", method=method, **options) for method in METHODS]

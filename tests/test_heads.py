@@ -58,7 +58,7 @@ from outpace.runtime.graphs import GraphEngine
 from outpace.sources.heads import quick
 from outpace.training.trainer import Plan, Trainer
 
-from .conftest import VOCABULARY, tiny
+from .conftest import VOCABULARY, mostly_slow, tiny
 
 EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
 SETTINGS: dict[str, list[Any]] = {
@@ -104,8 +104,13 @@ def random_tree(rng: random.Random, depth: int) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(paths - {()}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    mostly_slow(
+        itertools.product(EIGHT, KINDS),
+        [*itertools.product(["Llama"], KINDS), ("Gemma2", "block"), ("GPT2", "hydra"), ("Mistral", "amphista")],
+    ),
+)
 def test_random_heads_change_nothing(name: str, kind: str) -> None:
     model = tiny(name)
     decoder = Decoder(model)
@@ -179,8 +184,13 @@ def test_heads_that_read_a_text_wait_for_no_plan_of_attention() -> None:
     assert planned == [False] * heads.settings.stages  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("whole_steps", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "whole_steps"),
+    mostly_slow(
+        itertools.product(KINDS, [True, False]),
+        [("medusa", True), ("hydra", False), ("amphista", True), ("block", True), ("block", False)],
+    ),
+)
 def test_heads_in_fixed_places_guess_the_same(kind: str, whole_steps: bool) -> None:
     """The runtime of CUDA graphs, which on a CPU runs the same code without a capture, against the plain one."""
     model = tiny("Llama")

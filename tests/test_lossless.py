@@ -83,7 +83,7 @@ def write(decoder: Decoder, method: Method, prompt: list[int], sampling: Samplin
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, quick=["Llama", "Mistral", "Gemma2", "GPT2", "Mixtral"]))
 def test_greedy_equals_plain_and_transformers(name: str, seed: int) -> None:
     model = tiny(name)
     decoder = Decoder(model)

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -619,8 +620,13 @@ def test_no_step_is_launched_ahead_where_the_one_before_may_be_the_last(pace: fl
     assert place.goes_on
 
 
-@pytest.mark.parametrize("sampling", [0, 1])
-@pytest.mark.parametrize("label", ["prompt-lookup", "lookahead", "amphista", "exits"])
+@pytest.mark.parametrize(
+    ("label", "sampling"),
+    mostly_slow(
+        product(["prompt-lookup", "lookahead", "amphista", "exits"], [0, 1]),
+        [("prompt-lookup", 0), ("lookahead", 0), ("amphista", 1), ("exits", 0)],
+    ),
+)
 def test_the_host_knows_the_slots_without_asking(label: str, sampling: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it follows by the accepted rows is what the device has, wherever texts end."""
     decoder = decoder_of(tiny("Llama"))

@@ -34,7 +34,7 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import walk
 
 from . import oracles
-from .conftest import CONTEXT, examples, tiny
+from .conftest import CONTEXT, examples, mostly_slow, tiny
 from .oracles import Path
 from .test_adadecode import random_exits
 from .test_heads import random_heads
@@ -138,7 +138,7 @@ def test_predictions(draw: random.Random, deepest: int) -> None:
             text.append(draw.randrange(WORDS))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.8], quick=[0.0]))
 @pytest.mark.parametrize("method", [PromptLookup(), Lookahead(window=3, ngram=3, guesses=24), Auto(heads=False)])
 def test_a_programs_steps_have_what_the_host_follows_of_a_prediction(method: Method, temperature: float) -> None:
     how = Sampling(temperature=temperature, seed=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -119,8 +120,13 @@ METHODS: dict[str, Method] = {
 }
 
 
-@pytest.mark.parametrize("programs", [True, False])
-@pytest.mark.parametrize("label", [*METHODS, "medusa", "amphista"])
+@pytest.mark.parametrize(
+    ("label", "programs"),
+    mostly_slow(
+        product([*METHODS, "medusa", "amphista"], [True, False]),
+        [*product(["auto", "lookup, chain", "amphista"], [True]), *product(["auto, small", "lookup"], [False])],
+    ),
+)
 @pytest.mark.parametrize("name", mostly_slow(["Llama", "Gemma2", "GPT2", "Qwen3"], quick=["Llama"]))
 def test_each_text_is_plain_decodings(name: str, label: str, programs: bool) -> None:
     decoder = decoder_of(name, programs)
@@ -144,12 +150,17 @@ def steps_of(decoder: Decoder, method: Method, seed: int, **options: Any) -> lis
     return list(decoder.stream(prompt_of(seed), method=method, max_new_tokens=50, **options))
 
 
-@pytest.mark.parametrize("programs", [True, False])
-@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", [Auto, PromptLookup])
+@pytest.mark.parametrize(
+    ("method", "sampled", "programs"),
+    mostly_slow(
+        product([Auto, PromptLookup], [False, True], [True, False]),
+        [*product([Auto, PromptLookup], [False], [True, False]), (Auto, True, False)],
+    ),
+)
 def test_a_text_that_was_written_before_takes_far_fewer_steps(
-    method: Any, sampling: Sampling, programs: bool, monkeypatch: pytest.MonkeyPatch
+    method: Any, sampled: bool, programs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sampling = SAMPLINGS[sampled]
     monkeypatch.setattr(program.Sizes, "choose", lambda self, texts, arms: max(arms, key=lambda arm: arm.rows))
     decoder = decoder_of("Llama", programs)
     stored, none = decoder.prepare(method(store=600)), decoder.prepare(method())

@@ -28,7 +28,9 @@ def with_idle_layers() -> Any:
     return model
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=2)])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(temperature=0.9, seed=2)]
+)
 def test_it_finds_the_layers_that_do_nothing(sampling: Sampling) -> None:
     decoder = Decoder(with_idle_layers(), method="autoregressive")
     method = Swift(skip=3 / 8, confidence=0.0, length=4)

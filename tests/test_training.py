@@ -25,7 +25,7 @@ from outpace.training.prompts import Exchange, derive, distinct
 from outpace.training.run import make_heads
 from outpace.training.trainer import Plan, Trainer, _two
 
-from .conftest import VOCABULARY, tiny
+from .conftest import VOCABULARY, mostly_slow, tiny
 
 SETTINGS: dict[str, HeadSettings] = {
     "medusa": MedusaSettings(count=2),
@@ -65,7 +65,7 @@ def test_answers_are_the_models_own(texts: list[Text]) -> None:
     assert 0 < greedy < 10  # some batches are sampled
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPTNeoX", "Qwen3", "GPT2"])
+@pytest.mark.parametrize("name", mostly_slow(["Llama", "Mistral", "Gemma2", "GPTNeoX", "Qwen3", "GPT2"]))
 def test_answers_in_batches_are_those_one_by_one(name: str, tmp_path: Path) -> None:
     """Prompts of several lengths, in a batch with the batch's own attention, against transformers one at a time."""
     model = tiny(name)

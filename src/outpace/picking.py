@@ -310,9 +310,11 @@ def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch
     True
     """
     first, second = _key(seed, position, stream)
-    high = mixed(mixed(index ^ (first & _LOW)) ^ (first >> 32))
-    low = mixed(mixed(index ^ (second & _LOW)) ^ (second >> 32))
-    bits = (high << 20) | (low >> 12)  # 52 bits
+    # For a few numbers numpy takes a quarter of torch's time.
+    numbers: Any = index.numpy() if index.device.type == "cpu" else index
+    high = mixed(mixed(numbers ^ (first & _LOW)) ^ (first >> 32))
+    low = mixed(mixed(numbers ^ (second & _LOW)) ^ (second >> 32))
+    bits = torch.as_tensor((high << 20) | (low >> 12))  # 52 bits
     return (bits.double() + 0.5) * 2.0**-52
 
 
@@ -324,7 +326,7 @@ def gumbel(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.
 _LOW = 0xFFFFFFFF
 
 
-def mixed(x: torch.Tensor) -> torch.Tensor:
+def mixed(x: Any) -> Any:
     """A bijection of 32-bit numbers (kept in int64) that spreads every input bit over all output bits."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _LOW
