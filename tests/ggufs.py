@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
-from .conftest import VOCABULARY
+from .models import VOCABULARY
 
 SIZES = {"width": 64, "inner": 96, "heads": 4, "key_heads": 2, "layers": 3}
 

@@ -18,7 +18,7 @@ from outpace import RankError
 from outpace.parallel import Ranks
 
 _processes = multiprocessing.get_context("forkserver")  # imports happen once, in the server
-_processes.set_forkserver_preload(["outpace.parallel", "tests.conftest", "transformers.models.llama.modeling_llama"])
+_processes.set_forkserver_preload(["outpace.parallel", "tests.models", "transformers.models.llama.modeling_llama"])
 
 
 class ThreadRanks(Ranks):

@@ -20,7 +20,7 @@ from outpace import Decoder
 from outpace.serve.running import Server, listen
 from outpace.serve.settings import Settings
 
-from .conftest import build
+from .models import build
 
 END = "<end>"
 TEMPLATE = "{% for message in messages %}[{{ message.role }}: {{ message.content }}]{% endfor %}"

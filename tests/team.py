@@ -13,7 +13,7 @@ from outpace.training.run import Texts, make_heads, train
 from outpace.training.team import Team
 from outpace.training.trainer import Plan
 
-from .conftest import VOCABULARY, tiny
+from .models import VOCABULARY, tiny
 
 
 def main(out: Path) -> None:

@@ -46,7 +46,7 @@ from outpace.runtime.costs import CostCurve
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import alone
 
-from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, examples, mostly_slow, tiny, tiny_chain
+from .models import CHAINS_ONLY, CONTEXT, VOCABULARY, examples, mostly_slow, tiny, tiny_chain
 from .statistics import chi_square_fits
 
 EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")

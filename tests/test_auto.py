@@ -42,7 +42,7 @@ from outpace.sources.recycle import SALTS, Recycle
 from outpace.step.chances import CUTS, FREE, KNOTS, SOURCES, Chances
 from outpace.step.nodes import NEVER, believed, knots_of, plant
 
-from .conftest import examples, mostly_slow, tiny, tiny_chain
+from .models import examples, mostly_slow, tiny, tiny_chain
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_step import nodes_of, random_offers

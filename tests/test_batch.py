@@ -39,7 +39,7 @@ from outpace.models.toy import Bigram
 from outpace.runtime import graphs
 from outpace.runtime.graphs import GraphEngine
 
-from .conftest import examples, tiny, tiny_chain
+from .models import examples, tiny, tiny_chain
 from .test_adadecode import random_exits
 from .test_heads import random_heads
 from .test_lossless import prompt_of

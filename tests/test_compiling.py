@@ -17,7 +17,7 @@ from outpace.models.compiling import compile_together
 from outpace.models.hf import HFModel
 from outpace.runtime.plain import Engine
 
-from .conftest import ARCHITECTURES, tiny
+from .models import ARCHITECTURES, tiny
 from .test_runtime import METHODS, PROMPT
 
 

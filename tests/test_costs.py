@@ -26,7 +26,7 @@ from outpace.runtime.costs import Prices, load
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine
 
-from .conftest import tiny, tiny_chain
+from .models import tiny, tiny_chain
 
 STEEP = CostCurve({}, (1, 2, 128), (100,), ((1.0, 2.0, 20.0),))  # as on a small CPU
 FLAT = CostCurve({}, (1, 128), (100, 1000), ((1.0, 1.04), (1.1, 1.2)))  # as on a large GPU

@@ -20,7 +20,7 @@ from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.runtime.graphs import GraphEngine
 
-from .conftest import tiny, tiny_chain
+from .models import tiny, tiny_chain
 
 METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(rows=12), Lookahead(window=4, ngram=3, guesses=4)]
 

@@ -27,7 +27,7 @@ from outpace import (
 from outpace.bench.entries import Ours, Task, Transformers
 from outpace.parallel import ParallelDecoder, Ranks
 
-from .conftest import tiny
+from .models import tiny
 from .ranks import in_threads
 from .test_cli import folder, outpace  # noqa: F401 (a fixture)
 

@@ -29,7 +29,7 @@ from outpace.runtime.exact import ExactEngine
 from outpace.runtime.plain import Work
 from outpace.trace import record
 
-from .conftest import ARCHITECTURES, VOCABULARY, examples, mostly_slow, tiny
+from .models import ARCHITECTURES, VOCABULARY, examples, mostly_slow, tiny
 from .test_attention import placed, random_tree
 from .test_batch import methods_for
 from .test_lossless import prompt_of

@@ -20,7 +20,7 @@ from outpace.training.run import Texts, make_heads
 from outpace.training.run import train as run
 from outpace.training.trainer import Plan, Trainer
 
-from .conftest import VOCABULARY, tiny
+from .models import VOCABULARY, tiny
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from outpace.step.nodes import NEVER, Nodes, Rows, plant
 from outpace.step.texts import Texts
 from outpace.step.walking import Walk
 
-from .conftest import tiny
+from .models import tiny
 from .test_adadecode import random_exits
 from .test_attention import DEVICE, attention
 from .test_heads import method_for, random_heads

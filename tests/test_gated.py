@@ -14,7 +14,7 @@ from outpace.models.fusing import Fusion
 from outpace.models.hf import HFModel
 from outpace.models.products import Products
 
-from .conftest import build
+from .models import build
 from .test_attention import DEVICE
 from .test_narrow import CAPABLE, DTYPE, by_descriptors, numbers
 

@@ -14,7 +14,7 @@ from outpace import Amphista, Autoregressive, Decoder, Lookahead, Method, ModelE
 from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
 
-from .conftest import tiny
+from .models import tiny
 from .test_cli import folder
 from .test_heads import random_heads
 from .test_lossless import prompt_of

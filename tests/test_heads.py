@@ -58,7 +58,7 @@ from outpace.runtime.graphs import GraphEngine
 from outpace.sources.heads import quick
 from outpace.training.trainer import Plan, Trainer
 
-from .conftest import VOCABULARY, mostly_slow, tiny
+from .models import VOCABULARY, mostly_slow, tiny
 
 EIGHT = ("Llama", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "GPT2", "Mistral", "Mixtral")
 SETTINGS: dict[str, list[Any]] = {

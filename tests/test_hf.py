@@ -16,7 +16,7 @@ from outpace.errors import UnsupportedModel
 from outpace.models.hf import HFModel
 from outpace.pool import Pool
 
-from .conftest import ARCHITECTURES, CHAINS_ONLY, CONTEXT, VOCABULARY, build, tiny, tiny_chain
+from .models import ARCHITECTURES, CHAINS_ONLY, CONTEXT, VOCABULARY, build, tiny, tiny_chain
 
 
 def expected_logits(model: Any, text: list[int], path: list[int]) -> torch.Tensor:

@@ -16,7 +16,7 @@ import transformers
 import outpace
 from outpace import hook
 
-from .conftest import tiny
+from .models import tiny
 from .test_cli import folder  # noqa: F401 (a fixture)
 from .test_decoder import LetterTokenizer
 

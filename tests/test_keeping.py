@@ -20,7 +20,7 @@ from outpace.pool import Pool, common
 from outpace.runtime.graphs import GraphEngine
 from outpace.text import Ending
 
-from .conftest import examples, tiny
+from .models import examples, tiny
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_pool import check_sequence, mark

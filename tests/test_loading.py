@@ -10,7 +10,7 @@ import torch
 from outpace import InputError, ModelError, UnknownNameError, load
 from outpace.models import loading
 
-from .conftest import tiny
+from .models import tiny
 
 
 @pytest.fixture

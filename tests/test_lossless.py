@@ -31,7 +31,7 @@ from outpace import (
 )
 from outpace.models.toy import Bigram
 
-from .conftest import CHAINS_ONLY, CONTEXT, VOCABULARY, examples, mostly_slow, tiny, tiny_chain
+from .models import CHAINS_ONLY, CONTEXT, VOCABULARY, examples, mostly_slow, tiny, tiny_chain
 from .statistics import chi_square_fits
 from .test_heads import random_heads
 

@@ -11,7 +11,7 @@ import outpace
 from outpace import Decoder, InputError, Options, Sampling
 from outpace.options import NAMES, settled
 
-from .conftest import tiny
+from .models import tiny
 from .test_cli import folder
 
 assert folder  # a fixture

@@ -25,8 +25,8 @@ from outpace.models.gguf import File
 from outpace.models.loading import load
 from outpace.models.packed import FLAGS, FORMATS, Matrix, PackedEmbedding, PackedLinear, library
 
-from .conftest import mostly_slow, tiny
 from .ggufs import random_rows, write
+from .models import mostly_slow, tiny
 
 ARCHITECTURES = sorted(packing.ARCHITECTURES)
 PROMPT = [5, 9, 5, 9, 31, 5, 9, 5]

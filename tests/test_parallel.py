@@ -45,7 +45,7 @@ from outpace.parallel import ParallelDecoder, Ranks, deal, join, load
 from outpace.pool import Pool
 from outpace.runtime.graphs import GraphEngine
 
-from .conftest import VOCABULARY, examples, tiny
+from .models import VOCABULARY, examples, tiny
 from .ranks import in_processes, in_threads
 from .test_cli import folder, generate  # noqa: F401 (a fixture)
 from .test_lossless import prompt_of

@@ -12,7 +12,7 @@ from outpace import Decoder, PromptLookup
 from outpace.errors import InputError, InvalidLogits
 from outpace.picking import Picker, Sampling, gumbel, uniform
 
-from .conftest import tiny
+from .models import tiny
 from .statistics import chi_square_fits
 
 LOGITS = torch.randn(97, generator=torch.Generator().manual_seed(3)) * 3

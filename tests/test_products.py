@@ -17,7 +17,7 @@ from outpace.errors import InputError
 from outpace.models import products
 from outpace.models.hf import HFModel
 
-from .conftest import tiny
+from .models import tiny
 from .test_runtime import METHODS, PROMPT
 
 FEW = 32

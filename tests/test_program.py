@@ -54,7 +54,7 @@ from outpace.runtime.program import Program
 from outpace.runtime.sizes import Sizes
 from outpace.trace import Trace, read_trace, record
 
-from .conftest import CONTEXT, VOCABULARY, examples, mostly_slow, tiny
+from .models import CONTEXT, VOCABULARY, examples, mostly_slow, tiny
 from .test_adadecode import random_exits
 from .test_heads import random_heads
 from .test_lossless import prompt_of

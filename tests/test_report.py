@@ -20,7 +20,7 @@ from outpace.draft import Draft
 from outpace.methods.lookahead import _Drafter
 from outpace.report import render, window_of, write_report
 
-from .conftest import tiny
+from .models import tiny
 
 EVIL = "</script><script>alert(1)</script><!-- \u2028 é 日本"
 

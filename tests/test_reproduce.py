@@ -24,7 +24,7 @@ from outpace.reproduce.lab import Lab, Scale
 from outpace.reproduce.rouge import Rouge, in_order, mean, rouge
 from outpace.reproduce.scaling import Fit, Point, fit
 
-from .conftest import tiny
+from .models import tiny
 from .test_cli import assert_refused, folder, outpace, train
 from .test_cli_bench import wide
 

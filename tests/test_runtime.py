@@ -28,7 +28,7 @@ from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Work
 
-from .conftest import ARCHITECTURES, VOCABULARY, mostly_slow, tiny
+from .models import ARCHITECTURES, VOCABULARY, mostly_slow, tiny
 
 METHODS = (
     Jacobi(window=5),

@@ -34,7 +34,7 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import walk
 
 from . import oracles
-from .conftest import CONTEXT, examples, mostly_slow, tiny
+from .models import CONTEXT, examples, mostly_slow, tiny
 from .oracles import Path
 from .test_adadecode import random_exits
 from .test_heads import random_heads

@@ -23,7 +23,7 @@ from outpace.step.texts import Texts, signed
 from outpace.step.walking import Walk, walk
 
 from . import oracles
-from .conftest import examples
+from .models import examples
 from .oracles import Offer, Path
 
 WORDS = 6  # few, so that sources guess the same paths

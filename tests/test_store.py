@@ -26,7 +26,7 @@ from outpace.step.nodes import NEVER
 from outpace.trace import settings_of
 
 from . import oracles
-from .conftest import examples, mostly_slow, tiny, tiny_chain
+from .models import examples, mostly_slow, tiny, tiny_chain
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_sources import CPU, LANES, WORDS, assert_alike, lanes_with, offered, texts_of

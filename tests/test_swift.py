@@ -11,7 +11,7 @@ from outpace import Decoder, InputError, Sampling, Swift, UnsupportedModel
 from outpace.methods.swift import MODELLED, Search, kept
 from outpace.models.toy import Bigram
 
-from .conftest import build, tiny
+from .models import build, tiny
 from .test_lossless import prompt_of
 
 IDLE = (2, 3, 5)  # layers that change nothing

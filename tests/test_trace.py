@@ -30,7 +30,7 @@ from outpace.models.toy import Bigram
 from outpace.receipt import Receipt, check
 from outpace.trace import Trace, read_trace, record, settings_of
 
-from .conftest import CONTEXT, tiny, tiny_chain
+from .models import CONTEXT, tiny, tiny_chain
 
 METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(), Lookahead(window=4, ngram=3, guesses=4)]
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]

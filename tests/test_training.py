@@ -25,7 +25,7 @@ from outpace.training.prompts import Exchange, derive, distinct
 from outpace.training.run import make_heads
 from outpace.training.trainer import Plan, Trainer, _two
 
-from .conftest import VOCABULARY, mostly_slow, tiny
+from .models import VOCABULARY, mostly_slow, tiny
 
 SETTINGS: dict[str, HeadSettings] = {
     "medusa": MedusaSettings(count=2),

@@ -13,7 +13,7 @@ from outpace import Autoregressive, Decoder, Jacobi, Lookahead, PromptLookup
 from outpace.errors import OutpaceWarning, UnsupportedModel
 from outpace.models.packing import round_weights
 
-from .conftest import mostly_slow
+from .models import mostly_slow
 from .zoo import NAMES, build_any
 
 NEW = 16

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .conftest import CONTEXT, VOCABULARY
+from .models import CONTEXT, VOCABULARY
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS = 4
