@@ -23,6 +23,11 @@ import torch
 from platformdirs import user_cache_path
 from torch import nn
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 from ..errors import InputError
 from . import gated, narrow
 from .fusing import is_plain
@@ -168,15 +173,32 @@ def build(
         libraries = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10") if torch_too else ()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                half = Path(place, path.name)
-                _run(found, *flags, f"-I{root / 'include'}", *map(str, sources), "-o", str(half), *libraries)
-                half.replace(path)
+            with _alone_in(folder):
+                if path.exists():  # another process has built it meanwhile
+                    return path
+                with tempfile.TemporaryDirectory(dir=folder) as place:
+                    half = Path(place, path.name)
+                    _run(found, *flags, f"-I{root / 'include'}", *map(str, sources), "-o", str(half), *libraries)
+                    half.replace(path)
         except OSError as error:
             raise InputError(
                 f"{folder} cannot be written ({error.strerror}). Fix its permissions or free space there, or {WITHOUT}."
             ) from error
     return path
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time, where files can be locked: ranks start together, and need the same library."""
+    if fcntl is None:
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
 
 
 def _run(*command: str) -> str:
