@@ -1,10 +1,10 @@
-"""Clients of a server in a process of their own, so that they take no time from it: what `load.py` starts.
+"""Clients of a server, in a separate process, so that they take no time from it. `load.py` starts them.
 
-Each line on standard input is a job, JSON: {"port", "key", "clients", "seconds", "bodies"}, or "count" requests in
-place of "seconds". Each client sends its next request when its last is answered, by one connection. The answer is a
-line on standard output: a list of [start, first byte of the answer, end, prompt tokens, new tokens, what went wrong].
+Each line on standard input is a job in JSON: {"port", "key", "clients", "seconds", "bodies"}, or "count" requests
+instead of "seconds". Each client has one connection, and sends its next request when the last is answered. The result
+is a line on standard output: a list of [start, first byte of the response, end, prompt tokens, new tokens, error].
 Times are the machine's monotonic clock, so that they can be compared with those of other processes. A body may have
-"leave": the client goes after so many seconds. Only the standard library is used.
+"leave": the client disconnects after this many seconds. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 
 class Connection(asyncio.Protocol):
-    """One request after the other. What is received is only looked at when the answer has ended."""
+    """Sends one request after the other. A response is parsed only when it is complete."""
 
     def __init__(self) -> None:
         self.transport: Any = None
         self.parts: list[bytes] = []
         self.first = 0.0
-        self.tail = b""  # of what was received
+        self.tail = b""  # the last bytes received
         self.streams: bool | None = None
-        self.missing = 0  # bytes of an answer whose length is known
+        self.missing = 0  # bytes to come, of a response with a known length
         self.done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
             self.missing = int(length[1]) - len(body) if length else 0
 
     async def ask(self, head: bytes, body: bytes, leave: float | None) -> tuple[bytes, str | None]:
-        """The answer's bytes, and what went wrong."""
+        """The response's bytes, and the error, if any."""
         self.parts, self.first, self.tail, self.streams, self.missing = [], 0.0, b"", None, 0
         self.done = asyncio.get_running_loop().create_future()
         self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
 
 
 def count_of(answer: bytes, name: bytes) -> int:
-    """A number of the usage."""
+    """A number from the response's usage."""
     found = re.findall(rb'"%s": ?(\d+)' % name, answer)
     return int(found[-1]) if found else 0
 

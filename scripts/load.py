@@ -1,12 +1,12 @@
-"""A real server under load: closed loops of clients over loopback, in a process of their own (clients.py).
+"""Load tests of a real server: closed loops of clients over loopback, in a separate process (clients.py).
 
     python scripts/load.py table  --model DIR --data FILE --times 8   1, 4, 16, 64 clients; as in lab, on CUDA
-    python scripts/load.py table  --clients 1 4                       any model as it is: the embedded one
+    python scripts/load.py table  --clients 1 4                       the embedded model, unwidened
     python scripts/load.py memory                                     8 clients for 10 minutes: memory, slots
     python scripts/load.py turns                                      first token of a chat's second turn
 
-`table` has `auto` beside plain decoding, and the server's own cost beside the decoder's. Each client sends its next
-request when its last is answered. All print a verdict, and end with 1 where an aim is missed.
+`table` compares `auto` with plain decoding, and the server with the decoder alone. Each client sends its next request
+when its last is answered. Every command prints which targets are met, and exits with 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from outpace.serve.settings import Settings
 from outpace.serve.warming import warm
 
 CONSOLE = Console(width=120)
-LENGTH = 1000  # tokens of a text at most, so that graphs of one length serve all
-LEAD = 0.3  # of a loop that does not count: all clients begin at once, which they do not go on doing
-Record = list[Any]  # start, first byte, end, prompt tokens, new tokens, what went wrong
+LENGTH = 1000  # the most tokens of a sequence, so that graphs of one context length serve all
+LEAD = 0.3  # the share of a loop that is not counted: all clients start at once, which is not typical
+Record = list[Any]  # start, first byte, end, prompt tokens, new tokens, error
 
 
 class Clients:
@@ -49,7 +49,7 @@ class Clients:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, bodies: list[dict[str, Any]], clients: int, key: str, **how: Any) -> list[Record]:
-        """Their records, in the order in which they ended. Texts of other keys share nothing with these."""
+        """Their records, in the order in which they ended. Sequences with different keys share no KV cache."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"port": self._port, "key": key, "clients": clients, "bodies": bodies, **how}
@@ -95,7 +95,7 @@ def decoder_of(arguments: argparse.Namespace) -> Decoder:
 
 
 def questions_of(decoder: Decoder, arguments: argparse.Namespace) -> list[str]:
-    """Of all tasks in turn, none too long."""
+    """Prompts of all tasks in turn, except long ones."""
     questions = read_questions(arguments.data) if arguments.data else own_questions()
     texts = [question.turns[0] for question in sorted(questions, key=lambda question: question.number)]
     return [text for text in texts if len(decoder.encode(text)) + arguments.tokens < LENGTH]
@@ -113,7 +113,7 @@ def body_of(text: str, tokens: int, plain: bool) -> dict[str, Any]:
 
 
 def speed(records: list[Record], start: float, stop: float) -> float:
-    """Tokens/s between two times. A text's tokens come evenly between its first and its last."""
+    """Tokens/s between two times, as if a sequence's tokens came evenly from its first to its last."""
     tokens = 0.0
     for _, first, last, _, written, wrong in records:
         if wrong is None:
@@ -141,7 +141,7 @@ def table(arguments: argparse.Namespace) -> bool:
 
 
 def loops(clients: Clients, questions: list[str], count: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """`auto`, plain, plain, auto: the same prompts for both, and nothing that one has read is there for the other."""
+    """`auto`, plain, plain, auto: with the same prompts, and no KV cache in common."""
     found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for turn, plain in enumerate((False, True, True, False)):
         shift = (turn // 2) * len(questions) // 2
@@ -173,7 +173,7 @@ def loops(clients: Clients, questions: list[str], count: int, arguments: argpars
 def own_cost(
     decoder: Decoder, clients: Clients, questions: list[str], arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """Tokens/s of one client, from request to last byte, beside the decoder's without a server, prompt by prompt."""
+    """Tokens/s of one client, from request to last byte, and of the decoder without a server, prompt by prompt."""
     spent, tokens = {"server": 0.0, "decoder": 0.0}, {"server": 0, "decoder": 0}
 
     def by_server(text: str) -> None:
@@ -197,7 +197,7 @@ def own_cost(
 
 
 def judged(lines: list[dict[str, Any]], own: dict[str, float], arguments: argparse.Namespace) -> bool:
-    """Print the table and what of the aims is met; whether all are."""
+    """Print the table and which targets are met; returns whether all are."""
     shown = Table("clients", "auto, tokens/s", "plain", "auto / plain", "first token, ms", "95 %", "plain's", "lost")
     aims: dict[str, bool] = {}
     for fast, plain in zip(lines[::2], lines[1::2], strict=True):
@@ -227,7 +227,7 @@ def verdict(aims: dict[str, bool]) -> bool:
 
 
 def mixed(draw: random.Random, texts: list[str]) -> dict[str, Any]:
-    """A request with some of all fields; now and then the client goes in its midst."""
+    """A request with random fields; some clients disconnect in the middle."""
     turns = [{"role": "user", "content": draw.choice(texts)}]
     if draw.random() < 0.3:
         turns += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": draw.choice(texts)}]
@@ -256,7 +256,7 @@ def mixed(draw: random.Random, texts: list[str]) -> dict[str, Any]:
 
 
 def memory(arguments: argparse.Namespace) -> bool:
-    """Some clients, one mixed request after the other: the server's memory as it goes, and its slots at the end."""
+    """Clients with mixed requests: the server's memory over time, and its KV slots at the end."""
     decoder, draw = decoder_of(arguments), random.Random(1)
     texts = questions_of(decoder, arguments)
     bodies = [mixed(draw, texts) for _ in range(2000)]
@@ -295,14 +295,14 @@ def memory(arguments: argparse.Namespace) -> bool:
 
 
 def resident() -> float:
-    """This process's memory, in MiB: what is its own, not files that it has mapped."""
+    """This process's anonymous memory in MiB, without mapped files."""
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file)
     return int(lines["RssAnon"].split()[0]) / 1024
 
 
 def turns(arguments: argparse.Namespace) -> bool:
-    """The time to the first token of a chat's first turn, of 1,500 tokens, and of its second."""
+    """The time to the first token of a chat's first turn, of 1,500 tokens, and of its second turn."""
     decoder = decoder_of(arguments)
     words = [f"word{number}" for number in range(700)]
     while len(decoder.encode("Remember these words. " + " ".join(words))) > 1500:
@@ -331,11 +331,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--gguf", type=Path, nargs="+")
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--clients", type=int, nargs="+", help="1 4 16 64; of memory 8")
-    parser.add_argument("--seconds", type=float, help="of a loop: 5; of memory 600")
+    parser.add_argument("--clients", type=int, nargs="+", help="default: 1 4 16 64; for memory 8")
+    parser.add_argument("--seconds", type=float, help="duration of a loop; default: 5; for memory 600")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--beside", type=int, default=16, help="prompts for the server's own cost")
-    parser.add_argument("--settled", type=float, default=0.2, help="share of the time that memory may grow in")
+    parser.add_argument("--settled", type=float, default=0.2, help="share of the time in which memory may grow")
     arguments = parser.parse_args()
     arguments.heads, arguments.runtime, arguments.threads = [], "auto", torch.get_num_threads()
     alone = arguments.what == "memory"

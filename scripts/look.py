@@ -1,4 +1,4 @@
-"""Open a report in Chromium, as a reader would, and look at it: errors, keyboard, two widths, light and dark.
+"""Test a report's page in Chromium: errors, keyboard, two widths, light and dark; and take screenshots.
 
     python scripts/look.py report.html --out docs/images
 
@@ -13,12 +13,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-LONG = 300_000  # milliseconds, after which something is broken, however busy this machine is
+LONG = 300_000  # timeout in milliseconds, long enough for a busy machine
 WIDTHS = {"wide": (1280, 900), "narrow": (390, 844)}
 
 
 def look(page: Any, name: str, scheme: str, out: Path) -> None:
-    """One width in one scheme: play with the page, then take its picture."""
+    """One width in one scheme: use the page, then take a screenshot."""
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name}: wider than the screen"
     assert page.text_content("#outcome").startswith(("Identical", "Different")), "it opens with the finished race"
     page.keyboard.press("Space")  # it plays, perhaps to its end before anybody looks

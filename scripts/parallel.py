@@ -1,13 +1,12 @@
 """Lookahead Parallelism, measured on the embedded model. Results go to a file, and a table is printed last.
 
 torchrun --nproc-per-node 2 scripts/parallel.py ranks --out out/ranks.jsonl
-    the same window on several ranks: steps, rows, integers exchanged, seconds of the forward. Run it with 1, 2
-    and 4 ranks on the same file; the text of one rank is what others are compared with.
+    the same window on several ranks: steps, rows, integers exchanged, seconds of forward passes. Run it with 1, 2
+    and 4 ranks on the same file; outputs are compared with those of one rank.
 python scripts/parallel.py windows --out out/windows.jsonl --plot docs/images/windows.svg
-    tokens per step by window, with as many ranks as keep the rows of each the same, and Eq. 7 of the paper fitted, by
-        the paper's own method.
-    How many processes compute a step does not change what comes out, so one process measures it. Finished work
-    is not done again.
+    tokens per step by window, which grows with the number of ranks, and a fit of the paper's Eq. 7 to the published
+    algorithm. The number of processes does not change tokens per step, so one process measures it. Finished runs
+    are not repeated.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def ranks(arguments: argparse.Namespace) -> None:
             start = time.perf_counter()
             result = decoder.generate(text, method=method, max_new_tokens=arguments.tokens)
             whole = time.perf_counter() - start
-        forwards = seen[1:]  # the first reads the prompt
+        forwards = seen[1:]  # without prefill
         row = {
             "ranks": team.count,
             "rank": team.rank,
@@ -146,7 +145,7 @@ def print_ranks(done: list[dict[str, Any]]) -> None:
         "of it computing",
         "step, ms",
     )
-    table = Table(*columns, "exchanges a step", "bytes a step")
+    table = Table(*columns, "exchanges per step", "bytes per step")
     groups = sorted({(row["ranks"], row["rank"]) for row in done})
     for count, rank in groups:
         rows = [row for row in done if (row["ranks"], row["rank"]) == (count, rank)]
@@ -155,7 +154,7 @@ def print_ranks(done: list[dict[str, Any]]) -> None:
         def mean(name: str, rows: list[dict[str, Any]] = rows, steps: int = steps) -> float:
             return sum(row[name] * row["steps"] for row in rows) / steps
 
-        exchanges = sum(row["exchanges"] - 1 for row in rows) / steps  # one a text compares prompts and settings
+        exchanges = sum(row["exchanges"] - 1 for row in rows) / steps  # one per sequence compares prompts and settings
         table.add_row(
             *(str(count), str(rank), str(len(rows)), str(sum(row["same"] for row in rows)), str(steps)),
             f"{mean('rows'):.1f}",
@@ -178,7 +177,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     parser.add_argument("--plot", type=Path, help="for windows: draw to this file (.png, .svg)")
     parser.add_argument("--each", type=int, default=1, help="prompts of each task")
-    parser.add_argument("--tokens", type=int, default=64, help="the most new tokens of a text")
+    parser.add_argument("--tokens", type=int, default=64, help="the most new tokens")
     parser.add_argument("--window", type=int, default=12, help="for ranks: W = G, all ranks together")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", default="smollm2-135m", help="its name or folder")

@@ -1,10 +1,10 @@
-"""Outpace beside llama.cpp: the same GGUF file, prompts, tokens and threads, turn by turn in one run.
+"""Outpace compared with llama.cpp: the same GGUF file, prompts, tokens and threads, interleaved in one run.
 
     python scripts/peers.py model.gguf --peer PYTHON [--tokens 128] [--threads 2] [--long 1000] [--busy]
 
 PYTHON is that of an environment with `xllamacpp` (pip install xllamacpp), which is llama.cpp in a wheel. Every prompt
-is written by plain decoding, by `auto`, by llama.cpp, and by llama.cpp with its own n-gram speculation, each time
-another one first. Ends of texts are ignored, so that all write as many tokens. `--busy` keeps another process busy.
+is decoded plainly, with `auto`, with llama.cpp, and with llama.cpp's n-gram speculation, in rotating order. All ignore
+end-of-sequence tokens, so that they generate the same number of tokens. `--busy` adds load: another busy process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILLER = "The river rises in the mountains, runs through three towns and ends in
 
 
 def peer(path: str, threads: int, speculation: bool) -> None:
-    """In the other environment: read requests from standard input, answer each with its seconds and tokens."""
+    """In the other environment: read requests from standard input; print seconds and tokens of each."""
     import xllamacpp  # type: ignore[import-not-found]
 
     params = xllamacpp.CommonParams()
@@ -111,7 +111,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     }
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if options.busy else None
     try:
-        for write in entries.values():  # the first text makes what later ones have
+        for write in entries.values():  # warm up
             write(prompts[0], 16)
         seconds: dict[str, list[float]] = {name: [] for name in entries}
         for number, prompt in enumerate(prompts):
@@ -140,7 +140,7 @@ def show(found: dict[str, Any], tokens: int) -> None:
         print(f"| {name} | {speed:.1f} | {ratios} | {totals['llama.cpp, n-grams'] / totals[name]:.2f} |")
     if found["prompt"]:
         mine, theirs = (statistics.median(found["first"][name]) for name in ("plain", "llama.cpp"))
-        print(f"\nfirst token behind {found['prompt']} tokens: {mine:.2f} s, llama.cpp {theirs:.2f} s")
+        print(f"\nfirst token after {found['prompt']} tokens: {mine:.2f} s, llama.cpp {theirs:.2f} s")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # Python puts this folder there, and the package is its name
+sys.path[0] = str(Path(__file__).parents[1])  # instead of this folder, so that `lab` is a package
 
 from lab.commands import main  # noqa: E402
 

@@ -75,7 +75,7 @@ def together(arguments: argparse.Namespace) -> None:
 
 
 def modes(arguments: argparse.Namespace) -> None:
-    """Exact mode beside fast mode, in turns: throughput by batch size, and outputs equal to plain decoding's."""
+    """Exact mode and fast mode, interleaved: throughput by batch size, and outputs equal to plain decoding's."""
     setups = {mode: set_up(arguments, mode == "exact", memory=0.4) for mode in ("fast", "exact")}
     methods = {
         mode: {
@@ -136,7 +136,7 @@ def steady(decoder: Decoder, method: Method, prompts: list[list[int]], tokens: i
 
 
 def sampling(arguments: argparse.Namespace) -> None:
-    """Plain decoding: sampled beside greedy, prompt by prompt."""
+    """Plain decoding: sampled and greedy, prompt by prompt."""
     decoder = set_up(arguments).decoder
     decoder.ends = []
     plain = Ours(decoder, Autoregressive())
@@ -161,11 +161,11 @@ def sampling(arguments: argparse.Namespace) -> None:
 
 
 def texts(arguments: argparse.Namespace) -> None:
-    """Exact mode: every method's outputs against plain decoding's one at a time, --together at a time.
+    """Exact mode: every method's outputs, in batches of --together, against plain decoding's without batching.
 
-    With several, sequences join at random times, and every fifth is decoded twice: one of the two is cancelled. With
+    In batches, sequences join at random times, and every fifth is decoded twice: one of the two is cancelled. With
     --bits, the logits of every token are compared too, for which the host takes part in every step. A digest of plain
-    decoding's is printed, to be compared with another process's or another machine's.
+    decoding's logits is printed, to be compared with another process's or machine's.
     """
     setup = set_up(arguments, exact=True)
     decoder = setup.decoder
@@ -205,7 +205,7 @@ def recorded(
     arguments: argparse.Namespace,
     samplings: list[Sampling],
 ) -> tuple[list[list[int]], list[Logits]]:
-    """What is decoded after each prompt and, with --bits, the logits that each token was chosen from."""
+    """The output for each prompt and, with --bits, the logits that each token was chosen from."""
     logits: list[Logits] = [[] for _ in prompts]
     if arguments.bits:
         samplings = [
@@ -216,7 +216,7 @@ def recorded(
 
 
 def record(rows: Logits, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor that keeps what it is given."""
+    """A logits processor that records its input."""
     rows.append(scores[0].clone())
     return scores
 
@@ -236,7 +236,7 @@ def same_bits(rows: Logits, others: Logits) -> bool:
 def joined_at_random(
     decoder: Decoder, method: Method, prompts: list[list[int]], most: int, tokens: int, samplings: list[Sampling]
 ) -> list[list[int]]:
-    """What is decoded after each prompt."""
+    """The output for each prompt."""
     rng, batch = random.Random(most), decoder.batch(most)
     waiting = [*range(len(prompts)), *(range(0, len(prompts), 5) if most > 1 else ())]
     if most > 1:

@@ -2,14 +2,14 @@
 
     python scripts/lab speeds    --model DIR --data FILE --transformers  tokens/s by method and task
     python scripts/lab speeds    ... --only lookahead amphista --parts   and where the time of a step goes
-    python scripts/lab ablate    --model DIR --data FILE --times 1   tokens per step without one source or another
+    python scripts/lab ablate    --model DIR --data FILE --times 1   tokens per step without some of the sources
     python scripts/lab together  --model DIR --data FILE --times 8   throughput of 1, 4, 16 and 64 sequences
     python scripts/lab modes     --model DIR --data FILE --times 8   `auto` in exact mode beside fast mode, in turns
     python scripts/lab sampling  --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
     python scripts/lab shape                                         a step of Llama-3.1-8B's shape, by rows and context
     python scripts/lab masks                                         attention over slot lists beside a dense mask
-    python scripts/lab kernels   [--only products gated attention]   exact mode's kernels: bits and prices
-    python scripts/lab prices    [--model DIR --each 0]              what a step costs in exact mode, and without
+    python scripts/lab kernels   [--only products gated attention]   exact mode's kernels: bits and costs
+    python scripts/lab prices    [--model DIR --each 0]              the cost of a step, in exact mode and without
     python scripts/lab texts     --model DIR --data FILE --together 1 16   exact mode: same outputs with every method
     python scripts/lab reproduce --model DIR --data FILE --out DIR --each 1  the papers' tables
     python scripts/lab steps     --data FILE --out FILE              tokens per step: papers' methods and our changes
@@ -17,13 +17,13 @@
     python scripts/lab equal     --out FILE                          outputs against plain decoding's and transformers'
     python scripts/lab accuracies [--plot FILE]                      held-out accuracies of the shipped heads
 
-A table is printed last. FILE of --data is Spec-Bench's question file; without it, Outpace's own prompts are used.
-`--times 8` widens the embedded model to 7.25 billion weights that compute the same function. On a machine without a
-package registry, carry the model's GGUF file there, in parts if need be: `--gguf PART1 PART2 --model FOLDER` converts
-it first. Where --out is a file, finished runs in it are not run again.
+A table is printed last. --data takes Spec-Bench's question file; without it, Outpace's own prompts are used. `--times
+8` widens the embedded model to 7.25 billion weights that compute the same function. On a machine without a package
+registry, copy the model's GGUF file there, if necessary in parts: `--gguf PART1 PART2 --model FOLDER` converts it
+first. If --out is a file, finished runs in it are not repeated.
 
-The time to the first token depends on whether Python's modules are compiled, as pip leaves them. Where they are not,
-`python -m compileall` does it.
+The time to the first token depends on whether Python's modules are byte-compiled, as pip leaves them; otherwise run
+`python -m compileall`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a name or folder")
     parser.add_argument("--gguf", type=Path, nargs="+", help="parts of the model's GGUF file, to make --model from")
     parser.add_argument("--times", type=int, help="how many times as wide; 8, on a CPU 1")
-    parser.add_argument("--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="in place of shipped heads")
+    parser.add_argument("--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="instead of installed heads")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="further files of questions, for reproduce")
-    parser.add_argument("--each", type=int, default=4, help="questions of each task; for prices 0: not the 8B shape")
+    parser.add_argument("--each", type=int, default=4, help="questions per task; for prices, 0 skips the 8B shape")
     parser.add_argument("--every", type=int, default=1, help="transformers runs on every n-th question")
-    parser.add_argument("--longest", type=int, help="tokens of prompt and answer: others are left out; 900 on a GPU")
+    parser.add_argument("--longest", type=int, help="skip longer ones: tokens of prompt and answer; 900 on a GPU")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--only", nargs="+", help="plain decoding, and methods that begin so; for kernels: which")
+    parser.add_argument(
+        "--only", nargs="+", help="plain decoding, and methods by the start of their labels; or kernels"
+    )
     parser.add_argument("--together", type=int, nargs="+", default=[1, 4, 16, 64], help="sequences at a time")
     parser.add_argument("--transformers", action="store_true", help="for speeds: transformers' generate too")
     parser.add_argument("--parts", action="store_true", help="for speeds: where the time of a step goes")
@@ -84,7 +86,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     on_gpu = torch.cuda.is_available()
     arguments.times = arguments.times or (8 if on_gpu else 1)
-    arguments.longest = arguments.longest or (900 if on_gpu else 1 << 20)  # so that graphs of one length serve all
+    arguments.longest = arguments.longest or (900 if on_gpu else 1 << 20)  # graphs of one length for all
     if arguments.what in ON_GPUS and not on_gpu:
         parser.error(f"{arguments.what} needs a CUDA GPU")
     if arguments.data is not None and not arguments.data.is_file():

@@ -1,4 +1,4 @@
-"""CUDA graphs by the GPU's clock: what a step costs by rows and context, in exact mode and not, and where it goes."""
+"""CUDA graphs timed on the GPU: the cost of a step by rows and context, in exact mode and not, and its parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS = (1, 8, 32, 64, 128)
 
 
 def keep_programs(count: int) -> None:
-    """Keep so many captured programs, for comparisons of more methods than usual."""
+    """Keep this many captured programs, to compare more methods than usual."""
     graphs.PROGRAMS = count
 
 
@@ -54,12 +54,12 @@ def median_ms(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def graph_of(engine: GraphEngine, rows: int, length: int) -> Any:
-    """The captured forward pass for so many rows."""
+    """The captured forward pass for this many rows."""
     return engine._graph(next(size for size in engine.sizes if size >= rows), length)._graph
 
 
 def launched(engine: Engine, rows: int, length: int, repeats: int = 20) -> float:
-    """Milliseconds of a forward pass by the host's clock, as calibration times it. The graph has these rows then."""
+    """Milliseconds of a forward pass by the host's clock, as in calibration. The graph's buffers keep these rows."""
     with engine.turns, engine.pool.sequence([token % 1000 for token in range(length + 1)]) as text:
         times = [_step(engine, text, _comb(text.tokens[-1], rows)) for _ in range(repeats + 2)]
     return 1000 * statistics.median(times[2:])
@@ -89,9 +89,9 @@ def shape(arguments: argparse.Namespace) -> None:
 
 
 class Dense:
-    """Attention with a dense mask over the whole pool, in place of `attention._launch`; for one sequence.
+    """Attention with a dense mask over the whole pool, instead of `attention._launch`; for one sequence.
 
-    The mask is made once per forward pass. `fused`: by torch's kernel that takes a mask; else product by product.
+    The mask is made once per forward pass. `fused`: by torch's kernel that takes a mask; otherwise by two products.
     """
 
     def __init__(self, layers: int, fused: bool) -> None:
@@ -122,7 +122,7 @@ class Dense:
 
 
 def mask_of(lists: SlotLists, slots: int) -> torch.Tensor:
-    """The mask [rows, slots] of one sequence's rows. Its shape, and all shapes on the way, depend on sizes alone."""
+    """The mask [rows, slots] of one sequence's rows. No shape depends on data."""
     rows, at = len(lists.positions), lists.positions[:, None]
     place = torch.arange(lists.text.shape[1], device=at.device)
     cached = (place < lists.length[0]) & (place <= at)
@@ -131,12 +131,12 @@ def mask_of(lists: SlotLists, slots: int) -> torch.Tensor:
     count = torch.zeros(rows, slots, dtype=torch.long, device=at.device)
     count.scatter_add_(1, lists.text[:1].expand(rows, -1), cached.long())  # padding adds nothing
     count.scatter_add_(1, lists.slots.expand(rows, -1), drafted)
-    count[:, 0] += count.sum(1) == 0  # unused rows see some slot, so that no softmax is NaN
+    count[:, 0] += count.sum(1) == 0  # padding rows attend to a slot, to avoid NaN
     return count > 0
 
 
 def masks(arguments: argparse.Namespace) -> None:
-    """Attention over slot lists beside attention with a dense mask: forward passes of the 8B shape, in turn."""
+    """Attention over slot lists and with a dense mask: forward passes of the 8B shape, interleaved."""
     model = llama_8b()
     table = Table("tokens", *(f"{rows} rows" for rows in ROWS), title="8B: ms by slot lists; × with a mask, fused; not")
     for length in (256, 1024, 4096):
@@ -162,7 +162,7 @@ def masks(arguments: argparse.Namespace) -> None:
 
 
 def prices(arguments: argparse.Namespace) -> None:
-    """A step in exact mode and without, both in one process, in turn: graphs on a GPU, engines on a CPU."""
+    """A step in exact mode and without, interleaved in one process: graphs on a GPU, engines on a CPU."""
     if not torch.cuda.is_available():
         CONSOLE.print(cpu_prices(arguments))
         return
@@ -220,7 +220,7 @@ def cpu_prices(arguments: argparse.Namespace) -> Table:
 
 
 def profile(name: str, run: Callable[[], Any], most: int = 16) -> None:
-    """What each kernel adds to a step. One that starts early does not count until the one before it is done."""
+    """The time that each kernel adds to a step: from the end of the one before it, if it starts earlier."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         run()
         torch.cuda.synchronize()

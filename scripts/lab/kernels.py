@@ -1,6 +1,6 @@
-"""Exact mode on a CUDA GPU: bits and prices, kernel by kernel. No model is needed.
+"""Exact mode on a CUDA GPU, kernel by kernel: bits, and costs compared with normal mode. No model is needed.
 
-Each line says `same bits` or where bits differ, and prices are beside those of what runs without exact mode.
+Each line says `same bits` or where bits differ.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ HEADS = {"8B": (32, 8, 128), "wide": (72, 24, 64)}  # query heads, key heads, si
 COUNTS = (2, 7, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 100, 127, 128, 129, 200, 256, 384, 512, 1000)
 PRICED = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 LENGTHS = (256, 1024, 8192)
-COLD = 256 << 20  # bytes of weights that are gone through in turn, so that none are in the cache
+COLD = 256 << 20  # bytes of weights used in turn, so that none are in the cache
 
 
 def kernels(arguments: argparse.Namespace) -> None:
-    """All of it, or what `--only` names: products, gated, attention."""
+    """All kernels, or those that `--only` names: products, gated, attention."""
     checks = {"products": products, "gated": gates, "attention": attentions}
     for name, check in checks.items():
         if not arguments.only or name in arguments.only:
@@ -45,7 +45,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0
 
 
 def timed(calls: list[Callable[[], Any]], repeats: int = 9) -> float:
-    """Microseconds of each of these calls, in a graph of all of them; the median of some replays."""
+    """Microseconds per call, in one graph of all calls; the median of some replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -79,7 +79,7 @@ def verdict(faults: dict[Any, str]) -> str:
 
 
 def products() -> None:
-    """Rows beside 1 to 1000 others; µs of our product and of what normal mode takes."""
+    """Products of 1 to 1000 rows: the bits of each row, and µs in exact and in normal mode."""
     for dtype in (torch.bfloat16, torch.float16):
         for outputs, inputs in PRODUCTS:
             states, weight = (
@@ -113,7 +113,7 @@ def ours(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def normal(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As it was before parts were constant: few rows in one part, those of many by cuBLAS."""
+    """The product before its parts were constant: a few rows in one part, many by cuBLAS."""
     from outpace.models import kernels
 
     outputs, inputs = weight.shape
@@ -165,7 +165,7 @@ def gates() -> None:
 
 
 class Texts:
-    """Keys, values and queries of some texts by position, in scattered slots; rows of trees behind them."""
+    """Keys, values and queries of some sequences, in scattered slots, and the rows of draft trees after them."""
 
     def __init__(self, texts: int, length: int, shape: str, dtype: torch.dtype = torch.bfloat16) -> None:
         torch.manual_seed(texts)
@@ -177,9 +177,9 @@ class Texts:
         self.slots = torch.randperm(self.scratch, device=DEVICE).view(texts, self.length)
 
     def lists(self, pasts: list[int], depths: list[int], exact: bool, reading: bool = False) -> Any:
-        """The same tree behind each text: a path down `depths`, as a chain where they count up, else a comb.
+        """The same tree after each sequence. Row r is at depth depths[r], below the last row one level higher.
 
-        Row r of a text is at depth depths[r] below its last ancestor: branches are of four rows, as `comb`'s.
+        So depths that count up are a chain, and those of `comb_depths` branches of four rows.
         """
         texts, each = len(pasts), len(depths)
         at = torch.tensor([[past + depth for depth in depths] for past in pasts], device=DEVICE)
@@ -188,7 +188,7 @@ class Texts:
             above = [other for other in range(row) if depths[other] == depths[row] - 1]
             if above:
                 sees[row] |= sees[above[-1]]
-        # Rows at one depth need slots of their own: they lie behind the text, in the order of rows.
+        # Rows at the same depth need different slots: those after the sequence's, in the order of rows.
         own = torch.stack([self.slots[text, past : past + each] for text, past in enumerate(pasts)])
         if reading:
             tree = torch.zeros(texts * each, 2, dtype=torch.long, device=DEVICE)
@@ -263,14 +263,16 @@ def attentions() -> None:
 
 
 def attention_faults(shape: str, dtype: torch.dtype) -> dict[Any, str]:
-    """Chains and branches of 1 to 64 texts, read or guessed, by a split or several a program: against rows alone."""
+    """Chains and branches of 1 to 64 sequences, prefilled or drafted, with one or more splits per program: against
+    rows computed alone.
+    """
     faults: dict[Any, str] = {}
     for texts, each, length in ((1, 16, 300), (1, 33, 1000), (1, 128, 2040), (4, 16, 700), (16, 4, 1020), (64, 2, 250)):
         written = Texts(texts, length, shape, dtype)
         pasts = [length - 7 * (text % 5) for text in range(texts)]
         path = list(range(each))
         alone = []
-        for row in path:  # each row behind all that is before it as text
+        for row in path:  # each row alone, with all before it as cached tokens
             with joining(1e9):
                 alone.append(written.attend(written.lists([past + row for past in pasts], [0], True))[:, 0])
         expected = torch.stack(alone, 1)
@@ -297,7 +299,7 @@ def attention_faults(shape: str, dtype: torch.dtype) -> dict[Any, str]:
 
 
 def prices(shape: str) -> None:
-    """µs of attention in one layer: normal, exact with a split a program, exact with groups, and as it chooses."""
+    """µs of attention in one layer: normal, exact, and exact with a split or a group of splits per program."""
     layers = 16
     table = Table(
         "texts × rows, tokens", "normal", "exact", "", "apart", "joined", title=f"attention, {shape}, bfloat16"

@@ -39,7 +39,7 @@ HEADED: dict[str, Any] = {"medusa": Medusa, "hydra": Hydra, "amphista": Amphista
 
 
 def named(methods: dict[str, Method], only: Sequence[str] | None) -> dict[str, Method]:
-    """Plain decoding, and the methods whose labels begin so; all, if nothing is said."""
+    """Plain decoding, and the methods whose labels start with one of `only`, or all."""
     chosen = {label: method for label, method in methods.items() if not only or label.startswith(tuple(only))}
     return {PLAIN: Autoregressive(), **chosen}
 
@@ -78,7 +78,7 @@ def usual(setup: Setup, times: int) -> dict[str, Method]:
 
 
 def published(heads: dict[str, Ready]) -> dict[str, Method]:
-    """The papers' own methods, then all of our improvements but one."""
+    """The papers' own methods, and ours without one improvement each."""
     found: dict[str, Method] = {
         "jacobi": Jacobi(),
         "prompt-lookup, a chain": PromptLookup(tree=False),
@@ -155,11 +155,11 @@ class Parts(Method):
         return Plan(sources, self.rows, learned=Chances)
 
     def start(self, *_: Any) -> Any:
-        raise NotImplementedError("on a GPU only: there the host drafts nothing")
+        raise NotImplementedError("these sources need a GPU")
 
 
 def ablations() -> dict[str, Method]:
-    """`auto` without heads, and trees that lack one source or another."""
+    """`auto` without heads, and trees without some of its sources."""
     return {
         "lookahead (7, 4, 7)": Lookahead(window=7, ngram=4, guesses=7),
         "the same, its window not recycled": Lookahead(window=7, ngram=4, guesses=7, recycle=False),

@@ -68,7 +68,7 @@ def is_raw(decoder: Decoder) -> bool:
 
 
 def assemble(parts: list[Path], folder: Path) -> None:
-    """Make a model folder from the parts of a GGUF file: the embedded model's, or Gemma 3 270M's (docs/design.md)."""
+    """Make a model folder from the parts of a GGUF file: the embedded model's, or Gemma 3 270M's."""
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def widen_ready(ready: Ready, times: int) -> Ready:
 
 
 def widen_heads(heads: Heads, times: int) -> Heads:
-    """Heads for the widened model that draft the same."""
+    """Heads for the widened model that draft the same tokens."""
     shape = replace(
         heads.shape,
         width=heads.shape.width * times,
@@ -171,7 +171,7 @@ def widen_heads(heads: Heads, times: int) -> Heads:
     narrow = heads.state_dict()
     for name, weight in wide.state_dict().items():
         small = narrow[name]
-        if name in ("ids", "doubt"):  # of tokens; of inputs that are not states
+        if name in ("ids", "doubt"):  # token ids, and weights of inputs that are not hidden states
             weight.copy_(small)
         elif name == "doubt_state":
             weight.copy_(small.repeat(times) / times)

@@ -1,4 +1,4 @@
-"""`outpace reproduce` on the widened model, and what the shipped heads' files say about them."""
+"""`outpace reproduce` on the widened model, and the accuracies stored with the installed heads."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def reproduce(arguments: argparse.Namespace) -> None:
 
 
 def heads_for(paper: str, heads: dict[str, Ready]) -> dict[str, Ready]:
-    """The heads that a paper is about: of its kinds, and variants of these under other names."""
+    """The heads that a paper is about: those of its kinds, under any name."""
     return {name: ready for name, ready in heads.items() if ready.heads.kind in HEADS[paper]}
 
 
 def accuracies(arguments: argparse.Namespace) -> None:
-    """Held-out accuracies of the shipped heads, from their own files."""
+    """Held-out accuracies of the installed heads, from their own files."""
     check_plot(arguments.plot)
     found = {kind: read_config(of_kind(kind)[0])["accuracies"] for kind in HEADS["amphista"]}
     if arguments.plot:

@@ -25,7 +25,7 @@ from .speeds import acceptance, encoded, questions_of, task_table
 
 
 def replay(arguments: argparse.Namespace) -> None:
-    """Tokens per step by task of all methods with heads. What recycles has no place here: it needs the target."""
+    """Tokens per step by task of all methods with heads, except those that recycle: these need the target's logits."""
     setup = set_up(arguments)
     decoder = setup.decoder
     methods = {

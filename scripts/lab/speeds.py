@@ -24,7 +24,7 @@ from .models import Setup, is_raw, set_up
 
 CONSOLE = Console(width=150)
 SIZES = (3, 12, 28, 60, 120, 250, 380, 500, 760)  # prompts to warm up with: of all sizes of prefill graphs
-SETTLED, ENOUGH = 64, 96  # a prompt's speed counts from this token on, if there are so many
+SETTLED, ENOUGH = 64, 96  # a prompt's speed is measured from this token on, if there are enough
 SEEDS = range(5)
 Runs = list[dict[str, Any]]
 
@@ -94,9 +94,9 @@ def measured(
     theirs: bool = False,
     out: Path | None = None,
 ) -> Runs:
-    """All runs of all methods; with `theirs`, transformers' generate too. `out` keeps finished ones for the next time.
+    """All runs of all methods; with `theirs`, transformers' generate too. Finished runs are kept in `out`.
 
-    On a GPU the warm-up is done on other prompts, so that `auto` has not seen these.
+    On a GPU the warm-up uses other prompts, so that `auto` has not seen these.
     """
     decoder, sampling = setup.decoder, sampling or Sampling()
     ways = (True, False)[: 1 + arguments.host]
@@ -138,7 +138,7 @@ def acceptance(runs: Runs) -> float:
 
 
 def speed_table(runs: Runs) -> Table:
-    """Of each label the speed, beside plain decoding's and transformers' on the prompts that both ran on."""
+    """The speed of each label, also relative to plain decoding and to transformers, on the prompts that both ran."""
     table = Table(
         *("method", "tokens/s", "plain = 1", "generate = 1", "tokens/step", "ms/step", "worst prompt", "same text")
     )
@@ -188,7 +188,7 @@ def speeds(arguments: argparse.Namespace) -> None:
 
 
 def ablate(arguments: argparse.Namespace) -> None:
-    """Tokens per step of trees that lack one source or another."""
+    """Tokens per step of trees without some of the sources."""
     graphs.keep_programs(32)  # of all of them
     setup = set_up(arguments)
     runs = measured(setup, {PLAIN: Autoregressive(), **ablations()}, arguments, out=arguments.out)
@@ -196,7 +196,7 @@ def ablate(arguments: argparse.Namespace) -> None:
 
 
 def steps(arguments: argparse.Namespace) -> None:
-    """Tokens per step by task: the papers' methods, and ours without one improvement or another."""
+    """Tokens per step by task: the papers' methods, and ours without one improvement each."""
     setup = set_up(arguments)
     sampling = Sampling(temperature=arguments.temperature)
     methods = named(published(setup.heads), arguments.only)
