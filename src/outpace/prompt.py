@@ -20,7 +20,7 @@ def encode(prompt: Prompt, tokenizer: Any, name: str, raw: bool = False) -> list
         items: list[Any] = [None]
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             items = list(prompt)
-        if {*map(type, items)} == {int}:  # quicker than to look at each
+        if {*map(type, items)} == {int}:  # faster than checking each
             return items
         ids = [index(item) for item in items if isinstance(item, SupportsIndex) and not isinstance(item, bool)]
         if len(ids) == len(items):
@@ -52,7 +52,7 @@ def _apply_template(messages: Sequence[Any], tokenizer: Any, name: str) -> list[
     try:
         found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return list(found)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         roles = ", ".join(str(message["role"]) for message in messages)
         raise InputError(
             f"the chat template of {name} rejects these messages ({roles}): {str(error).rstrip('.')}. "
@@ -78,7 +78,7 @@ def check_text(what: str, text: str) -> None:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise InputError unless this is a chat."""
+    """Raise InputError unless these are valid chat messages."""
     for number, message in enumerate(messages):
         if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
             raise InputError(f"message {number} is {message!r:.80}: it must be a dict with a role and a content.")

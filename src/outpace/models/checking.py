@@ -1,5 +1,5 @@
-"""What is compared when a model is loaded. Architectures differ in ways that no attribute shows, and a wrong mask or a
-part that is not what we take it for would change the output: such a model is refused.
+"""Checks at load. Architectures differ in ways that no attribute shows, and a wrong mask or a misread module would
+change the output, so such a model is rejected.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .hf import HFModel
 
 ROUNDING = 1e-3  # relative differences of logits below this count as rounding
-SAME = 1e-5  # the same among rows of one forward pass, in float32
-FARTHEST = 2**16  # tokens of a text for which masks are compared
+SAME = 1e-5  # the same within one forward pass, in float32
+FARTHEST = 2**16  # the longest sequence for which masks are compared
 
 
 class Checks:
-    """Compare `target` with itself, and with `original`, the model that it mirrors; raise UnsupportedModel."""
+    """Compare `target` with itself and with `original`, the model it mirrors. Raises UnsupportedModel."""
 
     def __init__(self, target: HFModel, original: PreTrainedModel, traits: Traits) -> None:
         self._target = target
@@ -37,7 +37,7 @@ class Checks:
         self._rough = target.packed or torch.finfo(target.dtype).bits == 16  # whether rounding shows in logits
 
     def paths(self) -> None:
-        """A small tree has the logits that its paths have alone."""
+        """A small tree must have the same logits as its paths computed alone."""
         text, left, right, other = (
             [token % self._traits.vocabulary for token in tokens]
             for tokens in ((11, 23, 5, 17), (31, 8), (2, 47), (71, 26))
@@ -50,10 +50,10 @@ class Checks:
         error = disagreement(together, apart)
         if error < ROUNDING:
             return
-        # In 16 bits, rounding depends on the number of rows. But tokens that a row must not see may be arbitrary.
+        # In 16 bits, rounding depends on the number of rows. But changing masked tokens must change nothing.
         slight, limit, most = (0.03, 0.05, 0.15) if self._rough else (ROUNDING, ROUNDING, 0.01)
         seen = disagreement(together[:1], self._together(text, left, other)[:1])
-        if error >= limit:  # one path, token by token, shows how much rounding does
+        if error >= limit:  # one path, token by token, shows the effect of rounding
             alone = self._logits([*text, *left], chain(left[-1], (), "check"), chunk=1)[[-1]]
             limit = min(4 * disagreement(apart[:1], alone), most)
         if not (error < limit and seen < slight):  # also if one is NaN
@@ -64,7 +64,7 @@ class Checks:
             )
 
     def masks(self) -> None:
-        """The decoder's own masks are ours, far along a text: a window shows nowhere else before a text is as long.
+        """The decoder's own masks must be ours at the end of a long sequence: a short one would not show windows.
 
         No layer runs.
         """
@@ -87,7 +87,7 @@ class Checks:
                 probe(**arguments, use_cache=True)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # it needs layers that run: `_check` has the last word
+        except Exception:  # it needs layers that run; the other checks decide
             return
         places = torch.arange(last + 1, device=self._target.device)
         for layer, kind in enumerate(self._traits.layer_types):
@@ -104,7 +104,7 @@ class Checks:
 
     @torch.inference_mode()
     def logits(self) -> None:
-        """The original has the logits of its mirror, and those of a token do not depend on tokens after it."""
+        """The original must have the logits of its mirror, and they must not depend on later tokens."""
         text, other = (
             [token % self._traits.vocabulary for token in tokens]
             for tokens in ((11, 23, 5, 17, 31, 8), (11, 23, 5, 2, 47, 71))
@@ -112,7 +112,7 @@ class Checks:
         tokens = torch.tensor([text, other], device=self._target.device)
         twin = Mirror(self._traits.dense_attention).of(self._original)
         arguments: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if self._traits.takes_positions:  # as transformers' `generate` has it
+        if self._traits.takes_positions:  # as in transformers' `generate`
             arguments["position_ids"] = torch.arange(len(text), device=self._target.device).expand_as(tokens)
         with self._foreign(), without_cudnn():
             expected, changed = twin(**arguments, use_cache=False).logits
@@ -149,7 +149,7 @@ class Checks:
 
     @contextmanager
     def _foreign(self) -> Iterator[None]:
-        """Errors of a model that is run in a way it was not made for."""
+        """A context in which any error of the model becomes UnsupportedModel."""
         try:
             yield
         except (torch.OutOfMemoryError, UnsupportedModel):

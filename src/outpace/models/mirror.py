@@ -39,7 +39,7 @@ class Probe(NamedTuple):
 
 
 Mask: TypeAlias = "torch.Tensor | SlotLists | Seen | Probe"
-"""What rows see: [1, 1, rows, slots], as bool or to be added to the scores, or as lists."""
+"""What rows attend to: [1, 1, rows, slots], as bool or to be added to the scores, or as lists."""
 
 
 def attend(
@@ -54,7 +54,7 @@ def attend(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of rows over the slots that each may see: the reference for every faster kernel."""
+    """Attention of rows over the slots that each may attend to: the reference for every faster kernel."""
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
     if isinstance(attention_mask, Probe):
@@ -127,12 +127,12 @@ class Control:
         self.cache: PoolCache | FixedCache | None = None
         self.compiled = False
         self.steady = False
-        self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # wanted of each type of layer
+        self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # if wanted, by type of layer
 
     def run_steadily(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run what is outside of layers; in exact mode states are padded with zeros to a fixed number of rows.
 
-        The order in which torch sums up a row depends on the number of rows.
+        In torch the order of summation within a row depends on the number of rows.
         """
         if not (self.steady and args and torch.is_floating_point(args[0])):
             return run(*args, **kwargs)
@@ -256,7 +256,7 @@ class PoolCache:
 
 
 class FarCache:
-    """A cache with so many tokens, none of which is looked at."""
+    """A cache that claims to have this many tokens, none of which is read."""
 
     is_compileable = False
     is_sliding = (False,)

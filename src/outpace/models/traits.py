@@ -1,4 +1,4 @@
-"""What a transformers model's configuration and signatures say about how it computes. Reads them, and runs nothing."""
+"""How a transformers model computes, from its configuration and signatures alone: nothing is run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Traits:
     layers: int
     width: int
     context: int
-    turn: int | None  # the position at which all angles change, if there is one
+    turn: int | None  # the position at which all rotary angles change, if there is one
     layer_types: tuple[str, ...]
     windows: dict[str, int | None]  # by type of layer
     softcap: float  # of the logits; 0: none
     takes_positions: bool
     takes_logits_to_keep: bool
     branches: bool  # whether rows may form a tree
-    own_attention: bool  # whether attention can be replaced; otherwise masks are added to the scores of the model's own
+    own_attention: bool  # whether attention can be replaced by ours; otherwise the model's own gets additive masks
     dense_attention: str  # transformers' implementation that takes a mask [rows, slots]
-    lists: bool  # whether attention by slot lists computes what its layers compute
+    lists: bool  # whether attention over slot lists can replace its layers' attention
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Traits:
-        """Raises UnsupportedModel for what cannot work."""
+        """The traits of a model. Raises UnsupportedModel for one that cannot work."""
         _refuse_what_cannot_work(model)
         config = model.config.get_text_config()
         layer_types = _layer_types(config)
@@ -63,7 +63,7 @@ class Traits:
         )
 
     def inside(self, kind: str, positions: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Whether layers of this type let rows at `positions` see those at `seen`, if they are before."""
+        """Whether layers of this type let rows at `positions` attend to earlier positions `seen`."""
         size = self.windows.get(kind)
         if kind == SLIDING and size:
             return positions - seen < size
@@ -99,7 +99,7 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
-    """Whether `position_ids` reach the decoder, perhaps among the keywords that a wrapper passes on."""
+    """Whether `position_ids` reach the decoder, perhaps as a keyword that a wrapper passes on."""
     accepted = inspect.signature(model.forward).parameters
     passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
     inner = inspect.signature(model.get_decoder().forward).parameters
@@ -107,22 +107,22 @@ def _takes_positions(model: PreTrainedModel) -> bool:
 
 
 def _takes_lists(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
-    """Whether attention by slot lists computes what these layers compute."""
+    """Whether attention over slot lists can replace these layers' attention."""
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     known = model.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return known and not sinks and CHUNKED not in kinds
 
 
 def _counts_slots(config: Any) -> bool:
-    """Whether a model derives distances from the keys' places in the cache (ALiBi, GPT-Neo's local layers).
+    """Whether a model derives distances from the keys' indices in the cache (ALiBi, GPT-Neo's local layers).
 
-    Then slots must be in the order of positions, as a chain's are, and a tree's are not.
+    Then slots must be in the order of positions, as in a chain, but not in a tree.
     """
     return bool(getattr(config, "alibi", False) or getattr(config, "attention_layers", None))
 
 
 def _dense_attention(model: PreTrainedModel) -> str:
-    """transformers' implementation that is in use, if it takes a mask [rows, slots]; else the one that always does."""
+    """transformers' implementation in use, if it takes a mask [rows, slots]; otherwise eager, which always does."""
     used = str(model.config._attn_implementation)
     return used if used in ("eager", "sdpa") else "eager"
 
