@@ -29,7 +29,7 @@ Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
-PIECE = 64  # tokens of which only the highest score is compared first
+PIECE = 64  # tokens per piece; pieces are compared by their highest scores first
 TYPICAL, SURE = 0.09, 0.3  # Medusa's typical acceptance: threshold, and factor of exp(-entropy)
 NOISED = 256  # a drafter adds noise to this many top tokens, to predict which will be sampled
 

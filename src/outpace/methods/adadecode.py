@@ -473,7 +473,7 @@ def _check_fit(name: str, heads: Any, model: Model) -> None:
 
 
 def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
-    """Run a few tokens with deferred layers, and without; refuse a model where the results differ.
+    """Run a few tokens with deferred layers, and without; reject a model where the results differ.
 
     Some architectures share keys and values between layers, or pass on more than the hidden states.
     """
@@ -482,7 +482,7 @@ def check_cuts(model: Model, exits: tuple[int, ...]) -> None:
     text = [token % model.vocabulary for token in (11, 23, 5, 17)]
     engine = Engine(model)
     engine.pool = Pool(model.device, capacity=16)
-    model.ends()  # refuses a model that does not support exits
+    model.ends()  # raises UnsupportedModel for one without exits
     refusal = UnsupportedModel(
         f"{model.name} cannot run only some of its layers, so they cannot be deferred. Use another method."
     )

@@ -1,5 +1,5 @@
 """Checks at load. Architectures differ in ways that no attribute shows, and a wrong mask or a misread module would
-change the output, so such a model is rejected.
+change the output. A model that fails is rejected.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Checks:
             ours = self._traits.inside(kind, torch.tensor(last, device=self._target.device), places)
             if not torch.equal(sees, ours):
                 raise UnsupportedModel(
-                    f"layer {layer} of {self._kind} sees {int(sees.sum())} of {last + 1} tokens, and "
-                    f"{int(ours.sum())} by what its configuration says of windows. {ELSEWHERE}"
+                    f"layer {layer} of {self._kind} attends to {int(sees.sum())} of {last + 1} tokens; by its "
+                    f"configuration it would be {int(ours.sum())}. {ELSEWHERE}"
                 )
 
     @torch.inference_mode()

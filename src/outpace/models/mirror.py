@@ -32,7 +32,7 @@ STEADY = 256  # rows at a time outside of layers, in exact mode on a GPU
 
 
 class Probe(NamedTuple):
-    """A mask in the form of lists: shows at load whether layers pass on to attention what they do not know."""
+    """A mask in the form of lists, to test at load whether layers pass it to attention unchanged."""
 
     mask: torch.Tensor
     sizes: set[tuple[int, int]]  # of keys and values, as attention gets them

@@ -189,7 +189,7 @@ def build(
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """One process at a time, where files can be locked: ranks start together, and need the same library."""
+    """A lock between processes, if files can be locked: ranks start together, and need the same library."""
     if fcntl is None:
         yield
         return

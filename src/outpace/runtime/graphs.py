@@ -156,7 +156,7 @@ class GraphEngine(Engine):
         return None
 
     def make_ready(self, size: int, span: int, texts: int) -> None:
-        """Allocate storage and compile layers, before such a step is captured."""
+        """Allocate storage and compile layers, before a step of this kind is captured."""
         packed = texts if texts > 1 else 0
         self._make_storage()
         if self._compile and bool(packed) not in self._prepared:

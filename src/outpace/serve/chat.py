@@ -84,7 +84,7 @@ def grammar_of(asked: ResponseFormat | None) -> Grammar | None:
 def chosen_tools(
     tools: Sequence[Tool] | None, choice: str | ToolChoice | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """The tools that the model is told about, and those of which it must call one."""
+    """The tools in the prompt, and the list from which the model must call one, if any."""
     known = [tool.model_dump(exclude_none=True) for tool in tools or ()]
     if choice == "none":
         return [], None

@@ -1,4 +1,4 @@
-"""`/v1/responses`, stateless: nothing is stored, and every request brings its whole conversation."""
+"""`/v1/responses`, stateless: nothing is stored, and every request has its whole conversation."""
 
 from __future__ import annotations
 
