@@ -26,7 +26,6 @@ from .blocks import BlockShape
 FORMATS = {16: 1, 8: 2}  # by bits per weight
 GROUP = 64
 SCALES = ".scales"  # suffix of an 8-bit matrix's name
-SIZES = ("width", "vocabulary", "layers")  # of a model
 SHARD = 15_000_000  # bytes per file
 
 
@@ -48,8 +47,12 @@ def fingerprint(model: Model) -> dict[str, Any]:
     tokens = torch.arange(0, model.vocabulary, max(1, model.vocabulary // 16))[:16]
     rows = embed.matrix.rows(tokens) if packed else embed.weight.detach()[tokens.to(embed.weight.device)]
     sample = rows[:, :: max(1, rows.shape[1] // 2)][:, :2].flatten()
-    sizes = {name: getattr(model, name) for name in SIZES}
-    return {**sizes, "sample": [round(float(value), 6) for value in sample]}
+    return {
+        "width": model.width,
+        "vocabulary": model.vocabulary,
+        "layers": model.layers,
+        "sample": [round(float(value), 6) for value in sample],
+    }
 
 
 def check_bits(bits: int) -> None:
@@ -194,10 +197,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def is_for(folder: Path, model: Model) -> bool:
     """Whether a folder of heads is for this model."""
-    base = read_config(folder)["base"]
-    if any(base.get(name) != getattr(model, name) for name in SIZES):  # seen without running the model
-        return False
-    return mismatch(base, fingerprint(model)) is None
+    return mismatch(read_config(folder)["base"], fingerprint(model)) is None
 
 
 def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
@@ -212,7 +212,7 @@ def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
 
 def mismatch(base: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
     """The first difference of two fingerprints."""
-    for name in SIZES:
+    for name in ("width", "vocabulary", "layers"):
         if base.get(name) != mine[name]:
             return name
     sample = base.get("sample") or []
