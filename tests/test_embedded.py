@@ -75,7 +75,7 @@ def test_prompts_cover_six_tasks() -> None:
 @pytest.mark.parametrize(
     ("prompt", "methods"),
     [
-        (PROMPTS["code"][0], [*SMALL[:-1], *HEADS[:-1]]),
+        (PROMPTS["code"][0], [SMALL[1], *HEADS[:-1]]),
         pytest.param(PROMPTS["translation"][1], [*SMALL, *HEADS], marks=pytest.mark.slow),
     ],
 )

@@ -34,7 +34,7 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_python(page: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
-    length = 16 if "\nassert " in page.read_text(encoding="utf-8") else 6
+    length = 16 if "\nassert " in page.read_text(encoding="utf-8") else 4
     for block in blocks(page, "python"):
         short = re.sub(r"max_new_tokens=\d+", f"max_new_tokens={length}", block)
         exec(compile(short, str(page), "exec", dont_inherit=True), names)

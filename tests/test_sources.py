@@ -515,14 +515,20 @@ def foreseen(logits: torch.Tensor, sampling: Sampling, position: int, count: int
     return [*zip(tokens[0].tolist(), chances[0].tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+EXITS: list[tuple[float, str, int, dict[str, Any]]] = [  # `make test` has this temperature alone
+    (0.0, "Llama", 1, {"exits": "1"}),
+    (0.9, "Llama", 3, {"exits": "2", "rows": 24, "lookup": 0.3}),
+    (0.0, "Gemma2", 3, {"exits": "2", "rows": 20, "widths": "4,3,2", "beam": 3, "lookup": 0.0}),
+    (0.9, "GPT2", 0, {"exits": "3", "rows": 40}),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "texts", "settings"),
+    ("name", "texts", "settings", "temperature"),
     [
-        ("Llama", 1, {"exits": "1"}),
-        ("Llama", 3, {"exits": "2", "rows": 24, "lookup": 0.3}),
-        ("Gemma2", 3, {"exits": "2", "rows": 20, "widths": "4,3,2", "beam": 3, "lookup": 0.0}),
-        ("GPT2", 0, {"exits": "3", "rows": 40}),
+        pytest.param(*case, temperature, marks=() if temperature == quick else pytest.mark.slow)
+        for quick, *case in EXITS
+        for temperature in (0.0, 0.9)
     ],
 )
 def test_a_models_steps_are_trees_of_its_exit(
