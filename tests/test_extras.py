@@ -63,7 +63,7 @@ FITS, SHORT = Grammar.json_schema(PERSON), Grammar.regex("a{3}(b|c){2,9}d")
     ],
 )
 def test_every_method_writes_the_same(grammar: Grammar | None, sampling: Sampling | None) -> None:
-    options = {"grammar": grammar, "sampling": sampling, "max_new_tokens": 40, "logprobs": 2}
+    options = {"grammar": grammar, "sampling": sampling, "max_new_tokens": 24, "logprobs": 2}
     results = [decoder().generate("hello", method=method, **options) for method in METHODS]
     for result in results:
         assert result.token_ids == results[0].token_ids, result.method

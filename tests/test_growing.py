@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from outpace import Amphista, Autoregressive, Decoder, Lookahead, Method, ModelE
 from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
 
-from .models import tiny
+from .models import mostly_slow, tiny
 from .test_cli import folder
 from .test_heads import random_heads
 from .test_lossless import prompt_of
@@ -34,8 +35,13 @@ def decoder_of(graphs: bool = False) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    mostly_slow(
+        product(METHODS, [False, True]),
+        [("plain", False), ("lookahead", True), ("amphista", False), ("amphista", True)],
+    ),
+)
 def test_the_next_turn_reads_only_what_is_new(name: str, graphs: bool) -> None:
     """Its text and its guesses are those of a Decoder that reads all."""
     decoder, other = decoder_of(graphs), decoder_of(graphs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from outpace.pool import Pool, common
 from outpace.runtime.graphs import GraphEngine
 from outpace.text import Ending
 
-from .models import examples, tiny
+from .models import examples, mostly_slow, tiny
 from .test_heads import random_heads
 from .test_lossless import prompt_of
 from .test_pool import check_sequence, mark
@@ -60,8 +61,13 @@ METHODS: dict[str, Method] = {
 }
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    mostly_slow(
+        product(METHODS, [False, True]),
+        [*product(["lookahead", "medusa", "amphista"], [False]), *product(["plain", "lookup", "amphista"], [True])],
+    ),
+)
 def test_a_second_turn_does_not_read_the_first_again(name: str, graphs: bool) -> None:
     """Its text and its guesses are those of a text that reads all."""
     keeping, plain = decoder_of(graphs), decoder_of(graphs, keeps=0)

@@ -452,7 +452,9 @@ def test_many_requests_lose_no_slot_and_no_lane(count: int) -> None:
     assert_all_is_given_back(decoder)
 
 
-@pytest.mark.parametrize("label", mostly_slow([*PLAIN, *HEADED], QUICK))
+@pytest.mark.parametrize(
+    "label", mostly_slow([*PLAIN, *HEADED], ["autoregressive", "lookahead", "auto", "hydra", "exits", "draft-model"])
+)
 def test_a_receipt_of_its_steps(label: str, tmp_path: Any) -> None:
     decoder, method = shared("Llama"), method_of("Llama", label)
     prompt = prompt_of(5)
@@ -484,7 +486,11 @@ def test_where_rows_have_a_price_drafts_are_as_large_as_pays() -> None:
 
 
 @pytest.mark.parametrize(
-    "label", ["autoregressive", "jacobi", "prompt-lookup", "lookahead", "auto", "exits", "exits alone", "draft-model"]
+    "label",
+    mostly_slow(
+        ["autoregressive", "jacobi", "prompt-lookup", "lookahead", "auto", "exits", "exits alone", "draft-model"],
+        ["autoregressive", "lookahead", "auto", "exits alone", "draft-model"],
+    ),
 )
 def test_exact_mode(label: str) -> None:
     decoder = decoder_of(tiny("Llama"), exact_rows=8)
