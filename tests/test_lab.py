@@ -259,3 +259,12 @@ def test_a_dense_mask_shows_what_slot_lists_do(fused: bool) -> None:
     expected = torch.ops.outpace.slot_attention(query, keys, values, *given, 0.25, 0.0)
     for _ in range(2):  # two layers, one mask
         torch.testing.assert_close(dense(query, keys, values, given, 0.25, 0.0), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_ablation_has_its_sources() -> None:
+    from lab.methods import Parts, ablations
+
+    for method in ablations().values():
+        if isinstance(method, Parts):
+            sources = method.plan(None).sources(2, torch.device(DEVICE))
+            assert len(sources) == bool(method.window) + bool(method.history) + bool(method.ranks)

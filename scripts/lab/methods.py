@@ -144,7 +144,9 @@ class Parts(Method):
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if self.window:
-                found.append(Window(Settings(self.window, 4, 7, 3, True, True, True, False, False), lanes, device))
+                found.append(
+                    Window(Settings(self.window, 4, 7, 3, recycle=True, published=False, read=False), lanes, device)
+                )
             if self.history:
                 found.append(History(self.history, REACH, PLACES, "lookup", device, FLOOR))
             if self.ranks:
