@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -226,6 +227,19 @@ def test_a_model_that_exact_mode_does_not_know_is_rounded_all_the_same(tmp_path:
     assert decoder.generate(PROMPT, max_new_tokens=4).new_tokens == 4
     with pytest.raises(UnsupportedModel, match="Use exact=False"):
         outpace.load(tmp_path, weights="q8", exact=True)
+
+
+class NormedEmbedding(nn.Embedding):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(super().forward(tokens), (self.embedding_dim,))
+
+
+def test_an_embedding_that_does_more_than_look_up_is_left_alone() -> None:
+    model = copy.deepcopy(tiny("Llama"))
+    normed = NormedEmbedding(*model.model.embed_tokens.weight.shape, _weight=model.model.embed_tokens.weight)
+    model.set_input_embeddings(normed)
+    packing.round_weights(model, "q8")
+    assert model.get_input_embeddings() is normed
 
 
 def saved(name: str, folder: Path) -> Path:

@@ -69,6 +69,11 @@ def test_an_encoder_is_refused(name: str) -> None:
         Decoder(build_any(name, {"is_decoder": False}))
 
 
+def test_several_codebooks_are_refused_with_packed_weights_too() -> None:
+    with pytest.raises(UnsupportedModel):
+        Decoder(round_weights(build_any("musicgen"), "q8"))
+
+
 def test_latent_attention_with_packed_weights() -> None:
     """The KV cache has latents of equal sizes, and attention keys and values of different ones."""
     sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 64}

@@ -189,14 +189,15 @@ def _unpacked(file: File, tensor: Tensor) -> np.ndarray[Any, Any]:
 def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     """Quantize a loaded model's matrices in place, embeddings and output head to 8 bits.
 
-    Matrices whose inputs are no multiple of BLOCK stay as they are.
+    Matrices whose inputs are no multiple of BLOCK stay as they are, and so do embeddings that do more than look up.
     """
-    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    embeddings = model.get_input_embeddings()
+    ends = {id(embeddings), id(model.get_output_embeddings())}
     shared: dict[int, Matrix] = {}
 
     def packed(name: str, module: Any) -> nn.Module | None:
         linear = type(module) in (nn.Linear, Conv1D)
-        if not linear and module is not model.get_input_embeddings():
+        if not linear and not (module is embeddings and _looks_up(module)):
             return None
         place = module.weight.data_ptr()
         weight = module.weight.T.contiguous() if type(module) is Conv1D else module.weight  # GPT-2's are transposed
@@ -220,6 +221,16 @@ def replace(model: nn.Module, change: Callable[[str, nn.Module], nn.Module | Non
         for name, child in [*owner._modules.items()]:
             if child is not None and (new := change(f"{owner_name}.{name}".lstrip("."), child)) is not None:
                 owner._modules[name] = new
+
+
+@torch.inference_mode()
+def _looks_up(module: Any) -> bool:
+    """Whether a module returns the rows of its weight, times some factor, and does nothing else."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    rows = module.weight[:8]
+    found = module(torch.arange(len(rows)))
+    return found.shape == rows.shape and torch.allclose(found, rows * (found.norm() / rows.norm()))
 
 
 def scale_of(embedding: Any) -> float:
