@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -250,3 +251,18 @@ def test_nan_and_bad_tolerances() -> None:
     decoder.engine.model.table[2] = math.nan  # type: ignore[attr-defined]
     with pytest.raises(InvalidLogits, match="at new token 3"):
         check(decoder, trace)
+
+
+def test_a_trace_waits_while_another_thread_has_the_model() -> None:
+    decoder = Decoder(tiny("Llama"))
+    made = Thread(
+        target=record,
+        args=(decoder, Autoregressive(), PROMPT, []),
+        kwargs={"sampling": Sampling(), "max_new_tokens": 4},
+        daemon=True,
+    )
+    with decoder.engine.turns:
+        made.start()
+        made.join(0.2)
+        assert made.is_alive()
+    made.join()

@@ -84,9 +84,11 @@ def record(
     """The trace of a finished run. `model` is the name to load the model by, if not its own."""
     sampling_to_json(sampling)  # raises InputError for processors
     penalty = decoder.sampling_for(sampling, prompt, max_new_tokens).repetition_penalty
+    with decoder.engine.turns:  # a model's first fingerprint may run it
+        identity = fingerprint_of(decoder.model)
     return Trace(
         model=model or decoder.model.name,
-        fingerprint=fingerprint_of(decoder.model),
+        fingerprint=identity,
         about=about(decoder.engine),
         method=method.name,
         settings=settings_of(method),
