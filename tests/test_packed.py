@@ -174,7 +174,8 @@ def test_weights_are_those_that_transformers_reads(files: dict[str, Path], name:
     assert packed
     assert all(not weight.is_meta for weight in mine.parameters())
     for place, weight in mine.named_parameters():
-        torch.testing.assert_close(weight.data, theirs.get_parameter(place).data)
+        if weight.numel():
+            torch.testing.assert_close(weight.data, theirs.get_parameter(place).data)
     tokens = torch.tensor([PROMPT])
     with torch.inference_mode():
         embedded = theirs.get_input_embeddings()(tokens)

@@ -69,6 +69,13 @@ def test_an_encoder_is_refused(name: str) -> None:
         Decoder(build_any(name, {"is_decoder": False}))
 
 
+def test_a_model_without_weights_beside_the_packed_ones() -> None:
+    """Its norms have none."""
+    model = round_weights(build_any("olmo", {"intermediate_size": 64}), "q8")
+    decoder = Decoder(model)
+    assert decoder.generate(PROMPTS[1], max_new_tokens=NEW).token_ids == generated(model, PROMPTS[1])
+
+
 def test_several_codebooks_are_refused_with_packed_weights_too() -> None:
     with pytest.raises(UnsupportedModel):
         Decoder(round_weights(build_any("musicgen"), "q8"))

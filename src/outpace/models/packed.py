@@ -153,6 +153,7 @@ class PackedEmbedding(nn.Module):
         super().__init__()
         self.matrix = matrix
         self.scale = scale
+        self.empty = nn.Parameter(torch.empty(0), requires_grad=False)  # a model without any has no dtype or device
 
     @property
     def weight(self) -> torch.Tensor:
