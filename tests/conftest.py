@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
     settings.register_profile("all", deadline=None, derandomize=True, max_examples=100)
-    settings.register_profile("not slow", settings.get_profile("all"), max_examples=40)
+    settings.register_profile("not slow", settings.get_profile("all"), max_examples=30)
     settings.load_profile("not slow" if config.getoption("markexpr") == "not slow" else "all")
 
 

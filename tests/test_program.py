@@ -413,7 +413,7 @@ def test_a_text_for_which_no_lane_is_left_is_written_by_the_host(monkeypatch: py
     assert write(decoder, PLAIN["lookahead"], prompts, None, 8) == known
 
 
-@pytest.mark.parametrize("count", [120, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_requests_lose_no_slot_and_no_lane(count: int) -> None:
     model = tiny("Llama", num_hidden_layers=1, seed=3)
     decoder, draw = decoder_of(model, capacity=300), random.Random(4)

@@ -5,6 +5,7 @@ The README's commands are run, too.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from typer.main import get_command
 
 from outpace.cli import app
+from outpace.models import loading
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -30,9 +32,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
+loaded = functools.lru_cache(loading.load)  # pages may share a model
+
+
 @pytest.mark.embedded
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
-def test_python(page: Path) -> None:
+def test_python(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.loading.load", loaded)
+    monkeypatch.setattr("outpace.decoder.load_model", loaded)
     names: dict[str, object] = {"__name__": "__main__"}
     length = 16 if "\nassert " in page.read_text(encoding="utf-8") else 4
     for block in blocks(page, "python"):
