@@ -147,6 +147,7 @@ def test_every_prompt_sampled(decoder: Decoder, prompt: str, seed: int) -> None:
     check(decoder, prompt, [*SMALL, *HEADS], Sampling(temperature=0.8, top_p=0.95, seed=seed), 128)
 
 
+@pytest.mark.slow
 def test_what_is_written_with_packed_weights_is_verified_with_them(tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.json")
     written = CliRunner().invoke(app, ["generate", "Count to five.", "--max-new-tokens", "8", "--trace", trace])

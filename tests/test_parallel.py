@@ -299,7 +299,9 @@ def write_until_one_stops(rank: int, count: int, which: int, kill: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("count", "which", "kill"), [(4, 2, True), (3, 0, True), (3, 1, False)])
+@pytest.mark.parametrize(
+    ("count", "which", "kill"), [(4, 2, True), pytest.param(3, 0, True, marks=pytest.mark.slow), (3, 1, False)]
+)
 def test_a_lost_rank_ends_the_run_and_is_named(count: int, which: int, kill: bool) -> None:
     found = in_processes(count, write_until_one_stops, count, which, kill)
     for rank, error in enumerate(found):
