@@ -64,7 +64,9 @@ def test_commands(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# ")  # no page was lost
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
