@@ -72,7 +72,7 @@ class HFModel:
             self._check(model)
 
     def _check(self, model: PreTrainedModel) -> None:
-        """Refuse the model where a comparison fails."""
+        """Reject the model if a comparison fails."""
         checks = Checks(self, model, self._traits)
         checks.masks()
         self.lists = self.lists and self._passes_lists()

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -195,7 +195,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
         return
     place = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(place, fcntl.LOCK_EX)
+        with suppress(OSError):  # some network drives have no locks: then several may build it
+            fcntl.flock(place, fcntl.LOCK_EX)
         yield
     finally:
         os.close(place)
