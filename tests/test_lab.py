@@ -170,7 +170,7 @@ def test_replay_counts_the_steps_that_decoding_takes(wide: Path, trained: Path, 
     from lab.replaying import count_steps, replay, written
 
     heads = [f"{kind}={trained / kind}" for kind in ("medusa", "hydra", "amphista")]
-    words = ("--data", data, "--tokens", 12, "--each", 1, "--only", "medusa", "--heads", *heads)
+    words = ("--data", data, "--tokens", 12, "--each", 1, "--only", "medusa,", "--heads", *heads)
     arguments = arguments_of("replay", "--model", wide, *words)
     setup = set_up(arguments)
     prompt = [7, 8, 7, 8, 9]

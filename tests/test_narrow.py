@@ -158,7 +158,7 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(outputs: int, inputs:
         (4096, 4096, (64, 2)),  # 128
         (4096, 14336, (64, 2)),
         (4608, 12288, (128, 3)),  # 108; with 64 outputs each 72
-        (4608, 4608, (64, 0)),  # few inputs: 72 programs would be busy
+        (4608, 4608, (128, 3)),
         (128256, 4096, (64, 0)),  # many outputs
         (576, 1536, (64, 0)),
     ],

@@ -39,9 +39,19 @@ HEADED: dict[str, Any] = {"medusa": Medusa, "hydra": Hydra, "amphista": Amphista
 
 
 def named(methods: dict[str, Method], only: Sequence[str] | None) -> dict[str, Method]:
-    """Plain decoding, and the methods whose labels start with one of `only`, or all."""
-    chosen = {label: method for label, method in methods.items() if not only or label.startswith(tuple(only))}
+    """Plain decoding, and the methods that `only` names by their labels, or by how several labels start; or all."""
+    starts = tuple(word for word in only or () if word not in methods)
+    chosen = {
+        label: method
+        for label, method in methods.items()
+        if not only or label in only or (starts and label.startswith(starts))
+    }
     return {PLAIN: Autoregressive(), **chosen}
+
+
+def best_heads(setup: Setup) -> Ready | bool:
+    """Those that `auto` prefers on a GPU."""
+    return setup.heads.get("block") or setup.heads.get("amphista") or False
 
 
 def usual(setup: Setup, times: int) -> dict[str, Method]:
@@ -69,10 +79,10 @@ def usual(setup: Setup, times: int) -> dict[str, Method]:
                 found[f"{kind} with lookup ({rows} rows)"] = make(heads=heads, rows=rows, priced=False)
             found[f"{kind} with lookup, recycled"] = make(heads=heads, rows=64, recycled=8, priced=False)
             found[f"{kind} with lookup, priced"] = make(heads=heads, rows=64)
-    own = setup.heads.get("amphista", False)
-    found["auto"] = Auto(heads=own) if times > 1 else Auto()  # shipped heads are not found for a widened model
-    if "block" in setup.heads:
-        found["auto with block"] = Auto(heads=setup.heads["block"])
+    # Shipped heads are not found for a widened model.
+    found["auto"] = Auto(heads=best_heads(setup)) if times > 1 else Auto()
+    if "amphista" in setup.heads:
+        found["auto with amphista"] = Auto(heads=setup.heads["amphista"])
     found["auto without heads"] = Auto(heads=False)
     return found
 
@@ -116,7 +126,7 @@ def lossless(setup: Setup, small: bool = False) -> dict[str, Method]:
         "prompt-lookup": PromptLookup(rows=8 if small else 64, gate=0.4 if small else 0.0, priced=False),
         "lookahead": Lookahead(window=5, ngram=4, guesses=5) if small else Lookahead(),
         "draft-model": DraftModel(model=HFModel(first_layers(setup.model, 3)), length=4),
-        "auto": Auto(heads=False),
+        "auto": Auto(heads=best_heads(setup)),
         "self-speculative": SelfSpeculative(exit=setup.decoder.model.layers * 2 // 3, length=3),
     }
     for kind, make in HEADED.items():

@@ -53,8 +53,8 @@ STAGES = 3  # pipeline stages: blocks of keys and values in flight, if shared me
 # Exact mode. The bits depend on the first three.
 OWN = 32  # the last keys of a row, its own included, that are processed for this row alone
 SPLIT = 128  # positions per split
-TOGETHER = 8  # splits per group, whose results are merged first
-JOIN = 0.5  # from this many programs per multiprocessor, one program walks a whole group of splits
+TOGETHER = 4  # splits per group, whose results are merged first
+JOIN = 1.0  # from this many programs per multiprocessor, one program walks a whole group of splits
 
 
 def attend_by_mask(
@@ -276,7 +276,8 @@ def _start_exactly(
 
     query, line = given[0], lists.text.stride(0)
     _, heads, rows, size = query.shape
-    joined = programs * units * cdiv(lists.span, SPLIT * TOGETHER) >= JOIN * device_of(query.device)[0]
+    processors = device_of(query.device)[0]
+    joined = programs * units * cdiv(lists.span, SPLIT * TOGETHER) >= JOIN * processors
     walk = SPLIT * TOGETHER if joined else SPLIT
     splits = cdiv(lists.span, walk)
     mixed = query.new_empty(1, rows, heads, size)
@@ -298,6 +299,6 @@ def _start_exactly(
         SPLIT=SPLIT,
         TOGETHER=TOGETHER,
         JOINED=joined,
-        **options,
+        **{**options, "num_warps": 2 if rows * units <= 2 * processors else 1},
     )
     return mixed

@@ -23,7 +23,8 @@ OUTPUTS = 64  # per program; some have WIDE
 BLOCK = 128  # inputs at a time; half as many with WIDE outputs
 STAGES = 6  # pipeline stages
 SHARING_STAGES = 4  # the same, if two programs share a multiprocessor
-INPUTS = 2048  # the least per program, if several share an output
+INPUTS = 1536  # the least per program, if several share an output
+SHARED = 2048  # with fewer, cuBLAS is as fast or faster
 BUSY = 2 / 3  # the least share of busy multiprocessors
 PROCESSORS = 132  # multiprocessors that the parts are chosen for: bits depend on this and on INPUTS
 WIDE = 128  # outputs per program, if there are many outputs or rows
@@ -64,7 +65,8 @@ def narrow(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if 0 < count <= FEW_ROWS:
         return launch(states, weight, bias)
     if count and fetches_tiles(states.device):
-        busy = parts_of(len(weight), weight.shape[1], device_of(states.device)[0])[1] > 0
+        parts = parts_of(len(weight), weight.shape[1], device_of(states.device)[0])[1]
+        busy = parts == 1 or (parts > 1 and weight.shape[1] // parts >= SHARED)
         if always or (busy and count <= MOST_ROWS):
             return launch_tiles(states, weight, bias)
     return F.linear(states, weight, bias)

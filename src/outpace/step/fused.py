@@ -85,7 +85,7 @@ def plant(
     )
     keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
     flags = torch.empty(group, max(padded, 1), dtype=torch.int32, device=device)
-    numbers = torch.empty(group, 2 * size, dtype=torch.long, device=device)
+    numbers = torch.empty(group, 2 * size + padded, dtype=torch.long, device=device)
     expected = torch.empty(group, EXPECTED, device=device)
     kernels.plant[(group,)](
         *(tokens, depths, paths, chances, sources, marks),
@@ -589,7 +589,12 @@ def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
     sums = torch.empty(rows, parts, 2, device=logits.device)
     found = torch.empty(2, rows, count, dtype=torch.float64, device=logits.device)
     kernels.likely_parts[(rows, parts)](
-        logits.contiguous(), tops, sums, width, parts, PART=PART, TOP=count, HELD=held, num_warps=4
+        *(logits.contiguous(), tops, sums, width, parts),
+        PART=PART,
+        TOP=count,
+        HELD=held,
+        SHORT=logits.dtype == torch.bfloat16,
+        num_warps=4,
     )
     kernels.likely[(rows,)](
         *(tops, sums, found, rows, parts),

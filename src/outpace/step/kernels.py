@@ -49,25 +49,29 @@ def join(
 
 @triton.jit
 def _ranks(keys, flags, key, flag, node, nodes, NODES: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank of each node, by flag, then key (both descending), then index. A key of -inf is no node."""
+    """The rank of each node, by flag, then key (both descending), then index. A key of -inf is no node.
+
+    A thread compares its own nodes with all others, which lie along the first dimension: threads exchange nothing.
+    """
     rank = tl.zeros([NODES], tl.int32)
     for begin in range(0, nodes, BLOCK):
         other = begin + tl.arange(0, BLOCK)
-        its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))[None, :]
-        its_flag = tl.load(flags + other, mask=other < nodes, other=0)[None, :]
-        tied = (its_key == key[:, None]) & (other[None, :] < node[:, None])
-        before = (its_flag == flag[:, None]) & ((its_key > key[:, None]) | tied)
-        before = (before | (its_flag > flag[:, None])) & (its_key > float("-inf"))
-        rank += tl.sum(before.to(tl.int32), 1)
+        its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))[:, None]
+        its_flag = tl.load(flags + other, mask=other < nodes, other=0)[:, None]
+        tied = (its_key == key[None, :]) & (other[:, None] < node[None, :])
+        before = (its_flag == flag[None, :]) & ((its_key > key[None, :]) | tied)
+        before = (before | (its_flag > flag[None, :])) & (its_key > float("-inf"))
+        rank += tl.sum(before.to(tl.int32), 0)
     return rank
 
 
 @triton.jit
-def _expect(expected, key, rank, MUST: tl.constexpr, CUTS: tl.constexpr):
+def _expect(expected, key, rank, MUST: tl.constexpr, CUTS: tl.constexpr, WIDE: tl.constexpr):
     """The expected tokens of trees of 1, 2, 4, … rows, from nodes with these keys and ranks."""
     likely = tl.where(key < MUST / 2, tl.exp(tl.minimum(key, 0.0)), 0.0)
-    for cut in tl.static_range(CUTS):
-        tl.store(expected + cut, 1.0 + tl.sum(tl.where(rank < (1 << cut) - 1, likely, 0.0), 0))
+    cut = tl.arange(0, WIDE)
+    taken = rank[None, :] < (1 << cut)[:, None] - 1
+    tl.store(expected + cut, 1.0 + tl.sum(tl.where(taken, likely[None, :], 0.0), 1), mask=cut < CUTS)
 
 
 @triton.jit(do_not_specialize=LANES_VARY)
@@ -85,9 +89,9 @@ def plant(
     """One lane: write its most likely nodes to static buffers, as `count` rows; at most `most` are not padding.
 
     NODES and ROWS are `nodes` and `count` rounded up to powers of two. Paths have DEEP hashes. If no draft token
-    reaches the probability `least`, none is taken. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS]
-    are scratch memory through which threads communicate. EXACT: what rows attend to is written as slots by depth, not
-    as bits.
+    reaches the probability `least`, none is taken. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS
+    + NODES] are scratch memory through which threads communicate. EXACT: what rows attend to is written as slots by
+    depth, not as bits.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
@@ -102,8 +106,9 @@ def plant(
     tl.store(row_sources + first + row, tl.zeros([ROWS], tl.int64), mask=real)
     tl.store(row_hashes + first + row, tl.zeros([ROWS], tl.int64), mask=real)
     tl.store(row_accepted + first + row, (row == 0).to(tl.int8), mask=real)
-    mine = numbers + lane * 2 * ROWS
+    mine = numbers + lane * (2 * ROWS + NODES)
     if NODES > 0:
+        hashes = mine + 2 * ROWS
         node = tl.arange(0, NODES)
         there = node < nodes
         base = lane * nodes
@@ -132,6 +137,7 @@ def plant(
         key = chance + tl.where(probe, MUST - node * LATER, -depth.to(tl.float32) * DEEPER)
         hashed = tl.load(paths + (base + node) * DEEP + depth, mask=there, other=0)
         tl.store(keys + node, key)
+        tl.store(hashes + node, hashed)
         tl.debug_barrier()
         # Of nodes with the same path one remains: the one with the highest key, the first of equals.
         twice = tl.zeros([NODES], tl.int32)
@@ -144,20 +150,19 @@ def plant(
             other = begin + tl.arange(0, BLOCK)
             its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
             its_mark = tl.load(marks + other, mask=other < nodes, other=0)
-            its_depth = tl.load(depths + base + other, mask=other < nodes, other=0)
-            its_hash = tl.load(paths + (base + other) * DEEP + its_depth, mask=other < nodes, other=-1)
-            same = (hashed[:, None] == its_hash[None, :]) & (its_key > float("-inf"))[None, :]
-            higher = its_key[None, :] > key[:, None]
-            tied = (its_key[None, :] == key[:, None]) & (other[None, :] < node[:, None])
-            twice |= tl.max((same & (higher | tied)).to(tl.int32), 1)
-            accepted |= tl.max((same & ((its_mark & 2) != 0)[None, :]).to(tl.int32), 1)
-            guess |= tl.max((same & ((its_mark & 1) == 0)[None, :]).to(tl.int32), 1)
+            its_hash = tl.load(hashes + other, mask=other < nodes, other=-1)
+            same = (hashed[None, :] == its_hash[:, None]) & (its_key > float("-inf"))[:, None]
+            higher = its_key[:, None] > key[None, :]
+            tied = (its_key[:, None] == key[None, :]) & (other[:, None] < node[None, :])
+            twice |= tl.max((same & (higher | tied)).to(tl.int32), 0)
+            accepted |= tl.max((same & ((its_mark & 2) != 0)[:, None]).to(tl.int32), 0)
+            guess |= tl.max((same & ((its_mark & 1) == 0)[:, None]).to(tl.int32), 0)
             if LEARNED:
-                its_free = same & ((its_mark & 4) != 0)[None, :]
-                free |= tl.max(its_free.to(tl.int32), 1)
+                its_free = same & ((its_mark & 4) != 0)[:, None]
+                free |= tl.max(its_free.to(tl.int32), 0)
                 if COSTLY:
-                    free_twice |= tl.max((its_free & (higher | tied)).to(tl.int32), 1)
-                    top = tl.maximum(top, tl.max(tl.where(same, its_key[None, :], float("-inf")), 1))
+                    free_twice |= tl.max((its_free & (higher | tied)).to(tl.int32), 0)
+                    top = tl.maximum(top, tl.max(tl.where(same, its_key[:, None], float("-inf")), 0))
         free_key = tl.where(((mark & 4) != 0) & (free_twice == 0), key, float("-inf"))
         if LEARNED:
             source += FREE * free.to(tl.int64)
@@ -170,7 +175,7 @@ def plant(
         rank = _ranks(keys, flags, key, none, node, nodes, NODES, BLOCK)
         if LEARNED:
             expected += lane * (2 * CUTS + 1)
-            _expect(expected, key, rank, MUST, CUTS)
+            _expect(expected, key, rank, MUST, CUTS, 8)
             free_rank = rank
             if COSTLY:
                 tl.debug_barrier()
@@ -179,7 +184,7 @@ def plant(
                 free_rank = _ranks(keys, flags, free_key, none, node, nodes, NODES, BLOCK)
             else:
                 free_key = key
-            _expect(expected + CUTS, free_key, free_rank, MUST, CUTS)
+            _expect(expected + CUTS, free_key, free_rank, MUST, CUTS, 8)
         taken = (rank < most - 1) & (key > float("-inf"))
         if LEARNED:
             planted = top >= tl.min(tl.where(taken, key, float("inf")), 0)
@@ -870,8 +875,13 @@ def remember(
 
 
 @triton.jit
-def likely_parts(logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.constexpr, HELD: tl.constexpr):
-    """Part of a row of logits: its TOP highest, with their indices, as sortable integers; its maximum and its sum."""
+def likely_parts(
+    logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.constexpr, HELD: tl.constexpr, SHORT: tl.constexpr
+):
+    """Part of a row of logits: its TOP highest, with their indices, as sortable integers; its maximum and its sum.
+
+    SHORT: the logits are bfloat16.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = part * PART + tl.arange(0, PART)
     logit = tl.load(logits + row * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
@@ -881,12 +891,21 @@ def likely_parts(logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.c
     tl.store(sums + (row * parts + part) * 2, peak)
     tl.store(sums + (row * parts + part) * 2 + 1, total)
     bits = logit.to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    number = tl.where(place < width, (order.to(tl.int64) << 32) | (0x7FFFFFFF - place), -(1 << 62) * 2)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    if SHORT:  # bfloat16 leaves the lower half empty: an index within the part fits there, and 32 bits are faster
+        none: tl.constexpr = -(1 << 31)
+        number = tl.where(place < width, order & -65536 | (PART - 1 - tl.arange(0, PART)), none)
+    else:
+        none: tl.constexpr = -(1 << 62) * 2
+        number = tl.where(place < width, (order.to(tl.int64) << 32) | (0x7FFFFFFF - place), none)
     for rank in tl.static_range(TOP):
         best = tl.max(number, 0)
+        number = tl.where(number == best, none, number)
+        if SHORT:
+            its_place = part * PART + PART - 1 - (best & 65535)
+            high = tl.where(best < 0, best | 65535, best & -65536)
+            best = (high.to(tl.int64) << 32) | (0x7FFFFFFF - its_place)
         tl.store(tops + (row * parts + part) * HELD + rank, best)
-        number = tl.where(number == best, -(1 << 62) * 2, number)
 
 
 @triton.jit
