@@ -240,7 +240,7 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(math.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    for name, value in {"SPLIT": 64, "TOGETHER": 2}.items():
+    for name, value in {"SHORT": 128, "TOGETHER": 2}.items():
         monkeypatch.setattr(attention, name, value)
 
 

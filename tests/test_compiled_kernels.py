@@ -54,12 +54,12 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
     size, group = SHAPES[shape]
     shared = {"SIZE": size, "PADDED": size, "GROUPS": group, "GROUP": group, "UNITS": 1, "WINDOW": 0, "SOFTCAP": 0.0}
     shared |= {"PRECISION": "tf32", "INDEX": tl.int32, "PACKED": packed, "EARLY": 2, "OWN": attention.OWN}
+    shared |= {"SHORT": attention.SHORT, "TOGETHER": attention.TOGETHER}
     found = {}
     for joined in (False, True):
         for tile in (16, 32, 64):
-            fold = attention.SPLIT if joined else 0
-            made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "FOLD": fold}
+            made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "FOLD": joined}
             found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path)
-        made = {**shared, "HEADS": 4, "SPLIT": attention.SPLIT, "TOGETHER": attention.TOGETHER, "JOINED": joined}
+        made = {**shared, "HEADS": 4, "JOINED": joined}
         found["merge", joined] = compiled(kernels.merge_exactly, made, tmp_path)
     assert [kind for kind, said in found.items() if " 0 bytes spill stores" not in said] == []

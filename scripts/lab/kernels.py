@@ -243,11 +243,13 @@ def _packed(mask: Any) -> Any:
 
 @contextmanager
 def joining(join: float) -> Iterator[None]:
-    before, attention.JOIN = attention.JOIN, join
+    """By the number of programs alone."""
+    before = attention.JOIN, attention.SUMS
+    attention.JOIN, attention.SUMS = join, 1 << 62
     try:
         yield
     finally:
-        attention.JOIN = before
+        attention.JOIN, attention.SUMS = before
 
 
 def comb_depths(rows: int) -> list[int]:

@@ -52,9 +52,10 @@ WARPS = 4
 STAGES = 3  # pipeline stages: blocks of keys and values in flight, if shared memory allows
 # Exact mode. The bits depend on the first three.
 OWN = 32  # the last keys of a row, its own included, that are processed for this row alone
-SPLIT = 128  # positions per split
+SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
-JOIN = 1.0  # from this many programs per multiprocessor, one program walks a whole group of splits
+JOIN = 1.5  # from this many programs per multiprocessor, one program walks a whole group of splits
+SUMS = 12 << 20  # the same from this many bytes of sums on, if each program walked one split
 
 
 def attend_by_mask(
@@ -277,17 +278,20 @@ def _start_exactly(
     query, line = given[0], lists.text.stride(0)
     _, heads, rows, size = query.shape
     processors = device_of(query.device)[0]
-    joined = programs * units * cdiv(lists.span, SPLIT * TOGETHER) >= JOIN * processors
-    walk = SPLIT * TOGETHER if joined else SPLIT
-    splits = cdiv(lists.span, walk)
+    groups = min(cdiv(lists.span, SHORT), 1 + cdiv(lists.span, 2 * SHORT))
+    crowded = programs * units * groups >= JOIN * processors
+    joined = crowded or 4 * groups * TOGETHER * query.numel() >= SUMS
+    splits = groups if joined else groups * TOGETHER
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
     peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
     kernels.part_exactly[(programs, units, splits)](
-        *(*given, lists.text, lists.positions, sums, peaks, *strides, rows, heads, splits, walk, factor),
+        *(*given, lists.text, lists.positions, sums, peaks, *strides, rows, heads, splits, factor),
         *(lists.whose, lists.tiles, line, len(lists.tiles) // 3, parts),
         OWN=OWN,
-        FOLD=SPLIT if joined else 0,
+        SHORT=SHORT,
+        TOGETHER=TOGETHER,
+        FOLD=joined,
         **tiling,
         **options,
     )
@@ -296,7 +300,7 @@ def _start_exactly(
         *(*strides, rows, heads, splits, factor, lists.whose, line),
         HEADS=next_power_of_2(options["GROUP"]),
         OWN=OWN,
-        SPLIT=SPLIT,
+        SHORT=SHORT,
         TOGETHER=TOGETHER,
         JOINED=joined,
         **{**options, "num_warps": 2 if rows * units <= 2 * processors else 1},

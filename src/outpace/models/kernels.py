@@ -269,15 +269,21 @@ def _fold(peak, weight, total, peak_more, weight_more, total_more):
 
 
 @triton.jit
+def _begins(group, SHORT: tl.constexpr):
+    """The first position of a group of splits. The first two have SHORT positions, all others twice as many."""
+    return tl.maximum(group * SHORT, (group - 1) * 2 * SHORT)
+
+
+@triton.jit
 def _walk_exactly(
-    q, slot, spare, text, start, stop, own, keys, values, key_slot, value_slot, factor, row, head, real, at, heads,
-    sums, peaks, weights,
+    q, slot, spare, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real, at,
+    heads, sums, peaks, weights,
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """As `_walk`, over cached tokens only: a row attends to everything before its `own` keys.
 
-    FOLD: the positions per split, if several are walked; each split is summed separately first.
+    FOLD: several splits of `fold` positions are walked; each is summed separately first.
     """
     part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
@@ -286,11 +292,16 @@ def _walk_exactly(
     peak = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE, 16], tl.float32)
     total = tl.zeros([TILE, PADDED], tl.float32)
-    if FOLD > 0:
+    if FOLD:
         peak_all = tl.full([TILE], float("-inf"), tl.float32)
         weight_all = tl.zeros([TILE, 16], tl.float32)
         total_all = tl.zeros([TILE, PADDED], tl.float32)
     for block in range(start, stop, BLOCK):
+        if FOLD:  # noqa: SIM102 (this is known when the kernel is compiled)
+            if block % fold == 0:
+                peak_all, weight_all, total_all = _fold(peak_all, weight_all, total_all, peak, weight, total)
+                # The sums are multiplied by zero below. To set them here would serialize the tensor cores.
+                peak = tl.full([TILE], float("-inf"), tl.float32)
         index = block + across
         key = _of_slots(keys, slot, key_slot, SIZE, PADDED)
         value = _of_slots(values, slot, value_slot, SIZE, PADDED)
@@ -299,13 +310,7 @@ def _walk_exactly(
         if WINDOW > 0:
             sees = sees & (at[:, None] - index[None, :] < WINDOW)
         peak, weight, total = _add_exactly(q, key, value, sees, factor, peak, weight, total, ones, SOFTCAP, PRECISION)
-        if FOLD > 0:  # noqa: SIM102 (this is known when the kernel is compiled)
-            if (block + BLOCK) % FOLD == 0:
-                peak_all, weight_all, total_all = _fold(peak_all, weight_all, total_all, peak, weight, total)
-                peak = tl.full([TILE], float("-inf"), tl.float32)
-                weight = tl.zeros([TILE, 16], tl.float32)
-                total = tl.zeros([TILE, PADDED], tl.float32)
-    if FOLD > 0:
+    if FOLD:
         peak, weight, total = _fold(peak_all, weight_all, total_all, peak, weight, total)
     stored = row * heads + head
     tl.store(peaks + stored, peak, mask=real)
@@ -317,12 +322,13 @@ def _walk_exactly(
 def part_exactly(
     query, keys, values, text, positions, sums, peaks,
     query_head, query_row, key_head, key_slot, value_head, value_slot,
-    rows, heads, splits, walk, factor, whose, tiles, text_line, tile_count, parts,
+    rows, heads, splits, factor, whose, tiles, text_line, tile_count, parts,
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, INDEX: tl.constexpr, OWN: tl.constexpr, FOLD: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr, INDEX: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
+    FOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over one split of `walk` positions, for each row up to its last OWN keys.
+    """A tile of rows over one split of positions, or with FOLD a group of them, for each row up to its last OWN keys.
 
     PACKED: see `part`; the tile processes one of `parts` of an entry. If no row has keys, nothing is written: a row's
     splits follow from its position.
@@ -343,8 +349,11 @@ def part_exactly(
     head = unit // UNITS * GROUPS + within
     at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
     own = tl.where(real, at - OWN + 1, 0)
-    start = split * walk
-    stop = tl.minimum(tl.max(own), start + walk)
+    group = split if FOLD else split // TOGETHER
+    start = _begins(group, SHORT)
+    fold = (_begins(group + 1, SHORT) - start) // TOGETHER  # positions per split
+    start += 0 if FOLD else split % TOGETHER * fold
+    stop = tl.minimum(tl.max(own), start + (fold * TOGETHER if FOLD else fold))
     if WINDOW > 0:
         first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
         start = tl.maximum(start, first // BLOCK * BLOCK)
@@ -358,7 +367,7 @@ def part_exactly(
         index = start + tl.arange(0, BLOCK)
         slot = tl.load(text + index, mask=index < stop, other=0)
         _walk_exactly(
-            q, slot, tl.load(text + start), text, start, stop, own, keys + unit // UNITS * key_head,
+            q, slot, tl.load(text + start), text, start, stop, fold, own, keys + unit // UNITS * key_head,
             values + unit // UNITS * value_head, key_slot, value_slot, factor, row, head, real, at, heads,
             sums + split.to(tl.int64) * rows * heads * SIZE, peaks + split * rows * heads,
             peaks + (splits + split) * rows * heads,
@@ -382,7 +391,7 @@ def merge_exactly(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
     query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, factor, whose, text_line,
     SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
-    HEADS: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
+    HEADS: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -440,16 +449,18 @@ def merge_exactly(
     weights = peaks + splits * rows * heads
     head = first + tl.arange(0, HEADS)
     real = tl.arange(0, HEADS) < held
-    until = (tl.maximum(begins, 0) + SPLIT - 1) // SPLIT
-    start = 0
+    begins = tl.maximum(begins, 0)
+    seen = 0  # the first position that the row attends to
     if WINDOW > 0:
-        start = tl.maximum(at - WINDOW + 1, 0) // SPLIT
+        seen = tl.maximum(at - WINDOW + 1, 0)
         if WINDOW <= OWN:
-            until = 0
+            begins = 0
+    first_group = tl.minimum(seen // SHORT, 1 + seen // (2 * SHORT))
+    groups = tl.minimum((begins + SHORT - 1) // SHORT, 1 + (begins + 2 * SHORT - 1) // (2 * SHORT))
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, PADDED], tl.float32)
-    for group in range(start // TOGETHER, (until + TOGETHER - 1) // TOGETHER):
+    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED else 2):  # loads overlap
         if JOINED:
             more = _load_part(sums, peaks, weights, group, rows, heads, row, head, real, SIZE, PADDED)
             peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
@@ -457,9 +468,11 @@ def merge_exactly(
             peak_group = tl.full([HEADS], float("-inf"), tl.float32)
             weight_group = tl.zeros([HEADS], tl.float32)
             total_group = tl.zeros([HEADS, PADDED], tl.float32)
+            start = _begins(group, SHORT)
+            walk = (_begins(group + 1, SHORT) - start) // TOGETHER
             for each in tl.static_range(TOGETHER):
                 split = group * TOGETHER + each
-                has = real & (split >= start) & (split < until)
+                has = real & (start + each * walk < begins) & (start + (each + 1) * walk > seen)
                 more = _load_part(sums, peaks, weights, split, rows, heads, row, head, has, SIZE, PADDED)
                 peak_group, weight_group, total_group = _fold(
                     peak_group, weight_group, total_group, more[0], more[1], more[2]
