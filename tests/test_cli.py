@@ -512,6 +512,14 @@ def test_a_model_without_a_chat_template_is_trained_on_prompts_as_they_are(no_te
     assert {text.prompt for text in texts} == {len("hello 0")}  # no brackets
 
 
+def test_however_short_the_time_for_answers_there_is_a_batch_to_train_on(no_template: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"hello {number}"}) for number in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    result = train(no_template, tmp_path / "heads", "--answer-minutes", 1e-9, "--batch", 1, kinds=("medusa",))
+    assert result.exit_code == 0, result.output
+    assert len([*(tmp_path / "heads" / "answers" / "round-1").glob("answers-*")]) == 1
+
+
 @pytest.mark.parametrize("kind", ["medusa", "amphista"])
 def test_trained_heads_draft(folder: Path, heads: Path, kind: str) -> None:
     plain = generate(folder, "--method", "autoregressive", "--json", "--max-new-tokens", 20)

@@ -141,21 +141,25 @@ class _Writer:
     def __init__(self, decoder: Decoder, model: Any, folder: Path, how: Answers, show: Show, team: Team) -> None:
         self.decoder, self.model, self.folder = decoder, model, folder
         self.how, self.show, self.team = how, show, team
-        self.begun = time.perf_counter()
+        self.begun = 0.0  # when answers to train on were first generated
 
     def write(
         self, name: str, prompts: Sequence[Prompt], until: float, *, greedy: bool = False, seed: int = 0
     ) -> list[Exchange]:
-        """Generate answers to these until the share `until` of the time has passed; 0: to all of them.
+        """Generate answers to these until the share `until` of the time has passed, or to all of them if it is 0.
 
-        Returns the exchanges of prompts with a single turn.
+        There is always a batch of answers. Returns the exchanges of prompts with a single turn.
         """
         how, folder = self.how, self.folder / name
         if not prompts:
             return []
 
+        if until and not self.begun:
+            self.begun = time.perf_counter()
+
         def enough() -> bool:
-            return 0 < 60 * how.minutes * until < time.perf_counter() - self.begun
+            late = 0 < 60 * how.minutes * until < time.perf_counter() - self.begun
+            return late and any(folder.glob("answers-*"))
 
         def tell(done: int, total: int) -> None:
             self.show(until, f"answers, {name}: {done} of {total} batches")
@@ -173,8 +177,10 @@ class _Writer:
             team=self.team,
         )
         known = {tuple(tokens): prompt for tokens, prompt in zip(encoded, prompts, strict=True)}
+        if not any(folder.glob("answers-*")):  # all prompts are too long
+            return []
         found = []
-        texts = read_answers(folder) if any(folder.glob("answers-*")) else []
+        texts = read_answers(folder)
         written = self.decoder.tokenizer.batch_decode(
             [text.tokens[text.prompt :].tolist() for text in texts], skip_special_tokens=True
         )
