@@ -89,7 +89,7 @@ def decoder_of(arguments: argparse.Namespace) -> Decoder:
     from lab.methods import usual
     from lab.models import set_up
 
-    setup = set_up(arguments)
+    setup = set_up(arguments, exact=None)  # the mode that users get
     setup.decoder.method = setup.decoder.prepare(usual(setup, arguments.times)["auto"])
     return setup.decoder
 

@@ -48,7 +48,8 @@ def test_it_says_where_it_is_and_ends_by_a_signal(folder: Path) -> None:
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("outpace: mine is ready at http://127.0.0.1:")
-    url = line.split()[-1]
+    assert line.endswith(" (fast)\n")
+    url = line.split(" at ")[1].split()[0]
     ask = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 8}
     answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=LONG).json()
     expected = load(str(folder), device="cpu", method="autoregressive").generate("hello", max_new_tokens=8)

@@ -118,7 +118,7 @@ def test_products_of_our_own_change_no_more_than_rounding_does() -> None:
 
 def test_a_step_has_the_same_bits_every_time() -> None:
     """Kernels that start before those before them are done must wait for what they read."""
-    engine = engine_for(HFModel(small_llama(torch.bfloat16)), "graphs")
+    engine = engine_for(HFModel(small_llama(torch.bfloat16)), "graphs", exact=False)
     rng = random.Random(0)
     prompt = rng.choices(range(2048), k=300)
     for rows in (1, 20, 50, 100):
@@ -158,7 +158,7 @@ METHODS = (Jacobi(window=5), PromptLookup(), Lookahead(), Lookahead(window=3, ng
 @pytest.mark.parametrize("runtime", ["plain", "graphs"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=5)])
 def test_every_method_writes_the_same_text(runtime: str, sampling: Sampling) -> None:
-    decoder = Decoder(small_llama(torch.float32), runtime=runtime)
+    decoder = Decoder(small_llama(torch.float32), runtime=runtime, exact=False)
     prompt = [5, 9, 5, 9, 7] * 9
     options = {"sampling": sampling, "max_new_tokens": 100}
     plain = decoder.generate(prompt, method=Autoregressive(), **options)
@@ -170,7 +170,7 @@ def test_every_method_writes_the_same_text(runtime: str, sampling: Sampling) -> 
 @pytest.mark.parametrize("runtime", ["plain", "graphs"])
 def test_each_text_of_a_batch_is_the_one_it_is_alone(runtime: str) -> None:
     model = small_llama(torch.float32)
-    decoder = Decoder(model, runtime=runtime)
+    decoder = Decoder(model, runtime=runtime, exact=False)
     heads = [METHODS_BY_NAME[kind](heads=random_heads(kind, model), rows=24) for kind in ("medusa", "amphista")]
     methods = [decoder.prepare(method) for method in (Autoregressive(), *METHODS, *heads, SelfSpeculative(length=3))]
     rng = random.Random(1)
@@ -197,7 +197,7 @@ def test_batches_in_exact_mode() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=5)])
 def test_heads_draft_in_graphs(kind: str, sampling: Sampling) -> None:
     model = small_llama(torch.float32)
-    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs")
+    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs", exact=False)
     method = METHODS_BY_NAME[kind](heads=random_heads(kind, model), rows=24)
     prompt = [5, 9, 5, 9, 7] * 9
     options = {"sampling": sampling, "max_new_tokens": 100}
@@ -230,6 +230,22 @@ def test_exact_mode_writes_the_same_text_in_bfloat16(sampling: Sampling) -> None
     plain = decoder.generate(prompt, method=Autoregressive(), **options)
     for method in (*METHODS, AdaDecode("original", exits="2", control="tree"), DraftModel(small_llama(torch.bfloat16))):
         assert decoder.generate(prompt, method=decoder.prepare(method), **options).token_ids == plain.token_ids
+
+
+def test_exact_mode_is_the_default_where_it_is_cheap() -> None:
+    model = HFModel(small_llama(torch.bfloat16))
+    engine = engine_for(model)
+    assert engine.exact == fetches_tiles(model.device)
+    assert engine.mode == "exact" or "tensor descriptors" in engine.mode
+
+
+def test_a_model_that_fails_the_test_of_exact_mode_runs_as_in_fast_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = GraphEngine.is_exact
+    monkeypatch.setattr(GraphEngine, "is_exact", lambda self: right(self) and False)
+    fast, fallen = (engine_for(HFModel(small_llama(torch.bfloat16)), exact=exact) for exact in (False, None))
+    assert not fallen.exact
+    prompt, answer = [5, 9, 5, 9, 7] * 9, [3, 1, 4]
+    assert torch.equal(one_by_one(fallen, prompt, answer), one_by_one(fast, prompt, answer))
 
 
 @pytest.mark.parametrize(("rows", "heads", "key_heads", "size"), [(32, 12, 4, 64), (32, 8, 2, 128), (16, 6, 6, 64)])
@@ -285,7 +301,7 @@ def test_exact_mode_gives_the_same_bits_in_any_tree(rows: int) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=5)])
 def test_early_exits_in_graphs(sampling: Sampling) -> None:
     model = small_llama(torch.float32)
-    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs")
+    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs", exact=False)
     prompt = [5, 9, 5, 9, 7] * 9
     options = {"sampling": sampling, "max_new_tokens": 100}
     expected = plain.generate(prompt, method=Autoregressive(), **options)
@@ -309,7 +325,7 @@ def test_early_exits_in_graphs(sampling: Sampling) -> None:
 def test_whole_steps_write_the_same_texts(needs: Sampling, texts: int) -> None:
     """Lanes of one captured graph against plain forwards with the host between."""
     model = small_llama(torch.float32)
-    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs")
+    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs", exact=False)
     prompts = [[5, 9, 5, 9, 7 + number] * 7 for number in range(texts)]
     options = {"sampling": needs, "max_new_tokens": 50}
     expected = [plain.generate(prompt, method=Autoregressive(), **options).token_ids for prompt in prompts]
@@ -324,7 +340,7 @@ def test_whole_steps_write_the_same_texts(needs: Sampling, texts: int) -> None:
 
 def test_predictions_are_drafted_in_graphs() -> None:
     model = small_llama(torch.float32)
-    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs")
+    plain, graphs = Decoder(model, runtime="plain"), Decoder(model, runtime="graphs", exact=False)
     prompt, method = [5, 9, 5, 9, 7] * 7, PromptLookup()
     expected = plain.generate(prompt, method=Autoregressive(), max_new_tokens=60, temperature=0.9, seed=3).token_ids
     for right in (True, False):

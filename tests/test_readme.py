@@ -114,7 +114,7 @@ def serving(words: list[str]) -> Iterator[str]:
     with subprocess.Popen([*words, "--port", "0"], env=HERE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            yield server.stdout.readline().split()[-1]
+            yield server.stdout.readline().split(" at ")[1].split()[0]
         finally:
             server.terminate()
     assert server.returncode == 0

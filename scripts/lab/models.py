@@ -38,7 +38,7 @@ class Setup(NamedTuple):
     heads: dict[str, Ready]  # for that model, by kind or name
 
 
-def set_up(arguments: argparse.Namespace, exact: bool = False, memory: float | None = None) -> Setup:
+def set_up(arguments: argparse.Namespace, exact: bool | None = False, memory: float | None = None) -> Setup:
     """The model that the arguments name, as wide as they say, with its heads: shipped ones, or those of --heads."""
     torch.set_num_threads(arguments.threads)
     small, tokenizer = load_small(arguments)

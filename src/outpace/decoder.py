@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .batch import MOST, Event, Request, Writing
 from .draft import Step
-from .errors import BatchError, InputError, OutpaceError
+from .errors import BatchError, InputError, OutpaceError, OutpaceWarning
 from .grammar import Constraint, Grammar, words_of
 from .loop import Extras, Hint, decode
 from .methods import DEFAULT, Method, make
@@ -68,7 +69,7 @@ class Decoder:
         method: str | Method | None = None,
         *,
         runtime: str = "auto",
-        exact: bool = False,
+        exact: bool | None = None,
         memory: float = MEMORY,
         **settings: object,
     ) -> None:
@@ -86,8 +87,8 @@ class Decoder:
         self.method = self.prepare(method or DEFAULT, **settings)
 
     def __repr__(self) -> str:
-        about = f"method={self.method.name!r}, runtime={self.engine.name!r}, device={str(self.model.device)!r}"
-        return f"<Decoder of {self.model.name!r}, {about}>"
+        runs = f"runtime={self.engine.name!r}, mode={self.engine.mode!r}, device={str(self.model.device)!r}"
+        return f"<Decoder of {self.model.name!r}, method={self.method.name!r}, {runs}>"
 
     def _take_model(self) -> None:
         """Create the engine for the model as it is now."""
@@ -96,6 +97,13 @@ class Decoder:
         self._stamp = 0
         self.engine = self._runtime(HFModel(self._given) if ours else self._given)
         self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
+        if self.engine.why_fast:
+            warnings.warn(
+                f"{self.model.name} runs in fast mode, where rounding can decide a near-tie differently: "
+                f"{self.engine.why_fast}. To choose fast mode, use exact=False (--fast).",
+                OutpaceWarning,
+                stacklevel=3,
+            )
 
     def _follow(self) -> None:
         """Recreate the engine if adapters were switched; drop cached KV if weights have changed."""
@@ -429,7 +437,7 @@ def load(
     device: str | None = None,
     weights: str | None = None,
     runtime: str = "auto",
-    exact: bool = False,
+    exact: bool | None = None,
     memory: float = MEMORY,
     **settings: object,
 ) -> Decoder:
@@ -440,7 +448,9 @@ def load(
     model; all methods give its output.
 
     The default method is `auto`. `runtime` is how forward passes run: "plain", "compiled", "graphs" (CUDA), or "auto".
-    `exact` (CUDA, or a CPU in float32) makes logits identical, bit for bit, with every method and in every batch.
+    `exact` (CUDA, or a CPU in float32) makes logits identical, bit for bit, with every method and in every batch; it is
+    on by default where it costs next to nothing (16-bit weights on an H100 or later, packed weights), and False turns
+    it off. `decoder.engine.mode` says which mode runs.
     `memory` is the share of a GPU's free memory for the KV cache.
     """
     check_settings(method, settings)

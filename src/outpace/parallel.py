@@ -219,6 +219,7 @@ class ParallelEngine(Engine):
         self.turns = engine.turns
         self.costs = None  # the cost of a share is not measured
         self.name = f"{engine.name}, {ranks.count} ranks"
+        self.exact, self.why_fast = engine.exact, engine.why_fast
 
     def for_one_text(self, picker: Picker | None = None) -> Engine:
         return ParallelEngine(self.engine.for_one_text(picker), self.ranks, picker)

@@ -49,6 +49,7 @@ def examine() -> dict[str, Any]:
     from ..heads.shipped import folders, hint
     from ..machine import cpu_name, lacks_bfloat16
     from ..models import bundled
+    from ..models.launching import fetches_tiles
     from ..runtime.calibrate import folder as costs
 
     cache = bundled.cache_folder()
@@ -78,6 +79,7 @@ def examine() -> dict[str, Any]:
         "compiler": compiler or "none",
         **{name: _shown(name) for name in PACKAGES},
         "runtime": runtime,
+        "mode": _mode(cuda, runtime == "graphs", cuda and fetches_tiles(torch.device("cuda", 0))),
         "dtype": "bfloat16" if cuda else "float32",
         "embedded model": "ready" if bundled.is_ready(options.DEFAULT_MODEL) else "downloaded at first use",
         "trained heads": ", ".join(map(str, folders())) or "none",
@@ -96,6 +98,17 @@ def _runtime(cuda: bool, capability: tuple[int, int]) -> tuple[str, list[str]]:
     if _version("triton") == "missing":
         return "plain", ["triton is missing: CUDA graphs need it (pip install triton)."]
     return "graphs", []
+
+
+def _mode(cuda: bool, graphs: bool, recent: bool) -> str:
+    """The mode that models get by default."""
+    if not cuda:
+        return "exact with packed weights; otherwise fast, as exact mode (--exact) costs speed on a CPU"
+    if not graphs:
+        return "fast: exact mode needs CUDA graphs"
+    if not recent:
+        return "fast: exact mode (--exact) costs speed on a GPU without tensor descriptors (H100 and later have them)"
+    return "exact in bfloat16 and float16, if the model passes the test at load; otherwise fast"
 
 
 def _shown(package: str) -> str:

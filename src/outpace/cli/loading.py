@@ -18,7 +18,7 @@ def load_decoder(
     dtype: str | None,
     device: str | None,
     runtime: str = "plain",
-    exact: bool = False,
+    exact: bool | None = None,
     weights: str | None = None,
     usual: bool = False,
 ) -> Decoder:
@@ -31,7 +31,7 @@ def load_both(
     dtype: str | None,
     device: str | None,
     runtime: str = "plain",
-    exact: bool = False,
+    exact: bool | None = None,
     weights: str | None = None,
     usual: bool = False,
 ) -> tuple[Decoder, Any]:

@@ -57,7 +57,7 @@ def bench(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
@@ -139,6 +139,7 @@ def reproduce(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
+    exact: options.Exact = None,
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
@@ -164,7 +165,7 @@ def reproduce(
     if answers is not None and paper != "amphista":
         raise InputError("--answers is for amphista only. Leave it out.")
     questions = read_questions(*data) if data else own_questions()
-    decoder, loaded = load_both(model, dtype, device, runtime, weights=weights)
+    decoder, loaded = load_both(model, dtype, device, runtime, exact, weights)
     scale = SHORT if short or (short is None and decoder.model.device.type == "cpu") else FULL
     name = stem(paper, model, decoder)
     with progress_bar(paper) as show:
@@ -180,6 +181,7 @@ def reproduce(
     command += [f"--model {model}"] if model != options.DEFAULT_MODEL else []
     command += ["--short" if scale == SHORT else "--full", *(f"--data {path.name}" for path in data)]
     command += [f"--heads {text}" for text in heads]
+    command += [] if exact is None else ["--exact" if exact else "--fast"]
     page = findings.save(out, name, " ".join(command))
     if as_json:
         typer.echo(json.dumps({"file": str(page), **findings.to_json()}))
@@ -202,6 +204,7 @@ def calibrate(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
+    exact: options.Exact = None,
     plot: Annotated[Path | None, typer.Option(help="Also plot it to this file (.png, .svg); needs matplotlib.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -219,7 +222,7 @@ def calibrate(
     from ..runtime.calibrate import folder as costs_folder
 
     check_plot(plot)
-    decoder = load_decoder(model, dtype, device, runtime, weights=weights)
+    decoder = load_decoder(model, dtype, device, runtime, exact, weights)
     with progress_bar("measuring") as show:
         curve = run(decoder, lambda share: show(0.9 * share))
         seen = look(decoder)

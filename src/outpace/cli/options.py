@@ -56,10 +56,12 @@ Runtime = Annotated[
     ),
 ]
 Exact = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--exact",
-        help="Bit-identical logits with every method, at some cost in speed. On CUDA, or a CPU in float32.",
+        "--exact/--fast",
+        help="Bit-identical logits with every method (CUDA, or a CPU in float32), or the fastest kernels. Default: "
+        "exact where it costs next to nothing.",
+        show_default=False,
     ),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")]

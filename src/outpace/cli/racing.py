@@ -57,7 +57,7 @@ def race(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     raw: options.Raw = False,
     transformers: Annotated[bool, typer.Option(help="Also run transformers' own generate, after the methods.")] = False,
     page: Annotated[Path | None, typer.Option(help="Also write a page (.html) that replays the race.")] = None,

@@ -52,7 +52,7 @@ def serve(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = False,
+    exact: options.Exact = None,
 ) -> None:
     """Serve a model over OpenAI's protocol, with a chat page at /."""
     from ..serve import check_installed
@@ -101,7 +101,7 @@ def serve(
     address = f"http://{shown}:{place.getsockname()[1]}"
 
     def ready(server: Server) -> None:
-        typer.echo(f"outpace: {how.name} is ready at {address}")
+        typer.echo(f"outpace: {how.name} is ready at {address} ({server.service.decoder.engine.mode})")
 
     with place:
         run(load, how, place, drain, ready)
@@ -122,7 +122,7 @@ def chat(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = False,
+    exact: options.Exact = None,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer; /exit, Ctrl-C again or Ctrl-D ends the chat; /new starts another."""
     options.check(model, [method], runtime, dtype, max_new_tokens, temperature=temperature, top_p=top_p)

@@ -73,7 +73,7 @@ def generate(
     weights: options.Weights = None,
     device: options.Device = None,
     runtime: options.Runtime = "auto",
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     parallel: Annotated[
         bool,
         typer.Option("--parallel", help="Split each draft over the ranks started by torchrun; rank 0 prints."),
@@ -197,12 +197,14 @@ def verify(
     """
     from ..board import console_for_output
     from ..chart import print_receipt
+    from ..models.loading import resolve_device
     from ..receipt import check
     from ..trace import read_trace
 
     found = read_trace(trace)
     runtime = found.about.get("runtime", "")
-    exact = runtime.startswith("exact")
+    on_gpu = "rows" in runtime  # exact mode there has a number of rows
+    exact = runtime.startswith("exact") and on_gpu == (resolve_device(device).type == "cuda")  # else other bits
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
     name = model or found.model
     if runtime == "packed" and name in NAMES:  # a GGUF file is loaded packed anyway

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError, UnknownNameError, UnsupportedModel
+from ..errors import InputError, OutpaceError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
 from ..models.launching import fetches_tiles
 from .exact import ExactEngine
@@ -27,7 +27,7 @@ FEW_EXACT_ROWS = 32  # the same on other GPUs
 def engine_for(
     model: Model,
     runtime: str = "auto",
-    exact: bool = False,
+    exact: bool | None = None,
     exact_rows: int | None = None,
     join: bool = True,
     memory: float = MEMORY,
@@ -38,7 +38,8 @@ def engine_for(
 
     With `exact`, logits have the same bits with every method and in every batch. On CUDA a forward pass then has up to
     `exact_rows` rows (by default as many as our kernels take), or exactly that many if the device's bits depend on the
-    number. This is tested on the model first.
+    number. This is tested on the model first. None, the default: exact where it costs next to nothing, which is on
+    CUDA graphs with kernels of our own; otherwise fast, and on CUDA the engine's `why_fast` says why.
     """
     if not (isinstance(memory, (int, float)) and 0 < memory <= 1):
         raise InputError(f"memory={memory!r} is out of range: it must be above 0 and at most 1.")
@@ -54,11 +55,25 @@ def engine_for(
             raise InputError(f"exact mode needs runtime='graphs', not {runtime!r}.")
         if obstacle:
             raise InputError(f"exact mode needs CUDA graphs: {obstacle}.")
-        most = EXACT_ROWS if fetches_tiles(model.device) else FEW_EXACT_ROWS
-        return _exact_engine(model, most if exact_rows is None else exact_rows, memory)
+        return _exact_engine(model, _rows(model, exact_rows), memory)
     if runtime == "graphs" and obstacle:
         raise InputError(f"runtime='graphs' cannot be used: {obstacle}. Use runtime='plain'.")
-    if runtime == "graphs" or (runtime == "auto" and not obstacle):
+    why_fast = ""
+    if exact is None and runtime in ("auto", "graphs") and model.device.type == "cuda":
+        why_fast = f"exact mode needs CUDA graphs: {obstacle}" if obstacle else _price(model, join)
+        if not why_fast:
+            found = _cheap_exact_engine(model, _rows(model, exact_rows), memory)
+            if isinstance(found, GraphEngine):
+                return found
+            why_fast = found
+            _unfuse(model)  # now that the engine's memory is free
+    engine = _fast_engine(model, runtime, join, memory, graphs=not obstacle)
+    engine.why_fast = why_fast
+    return engine
+
+
+def _fast_engine(model: Model, runtime: str, join: bool, memory: float, graphs: bool) -> Engine:
+    if runtime == "graphs" or (runtime == "auto" and graphs):
         if join:
             _fuse(model)
         _replace_products(model)
@@ -86,9 +101,42 @@ def _obstacle(model: Model) -> str | None:
     return None
 
 
-def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
+def _price(model: Model, join: bool) -> str:
+    """Why exact mode on CUDA graphs would cost more than next to nothing; empty if it should not."""
+    if not fetches_tiles(model.device):
+        name = torch.cuda.get_device_name(model.device)
+        return f"exact mode is slower on {name}, which has no tensor descriptors (H100 and later do)"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"exact mode is slower in {str(model.dtype).removeprefix('torch.')} than in 16 bits"
+    return "" if join else "exact mode fuses weights, and these may not be fused"
+
+
+def _rows(model: Model, asked: int | None) -> int:
+    """The most rows of a forward pass in exact mode."""
+    rows = (EXACT_ROWS if fetches_tiles(model.device) else FEW_EXACT_ROWS) if asked is None else asked
     if not 2 <= rows <= 256:
         raise InputError(f"exact_rows={rows} is out of range: it must be 2 to 256.")
+    return rows
+
+
+def _cheap_exact_engine(model: Any, rows: int, memory: float) -> GraphEngine | str:
+    """An exact engine that batches sequences, in steps of all sizes; if the model does not allow it, why not."""
+    try:
+        _fuse(model)
+        _replace_products(model, always=True)
+        engine = GraphEngine(model, exact_rows=rows, memory=memory)
+        if not engine.is_exact():
+            return "the model's bits depend on the number of rows in a step"
+        if engine.takes_turns:
+            return "the model's bits depend on the other sequences of a batch"
+        return engine
+    except OutpaceError as error:
+        return str(error).partition(". Use ")[0]
+    except torch.OutOfMemoryError:
+        return "there is too little memory to test exact mode"
+
+
+def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
     _fuse(model)
     _replace_products(model, always=True)
     engine = GraphEngine(model, exact_rows=rows, memory=memory)
@@ -103,7 +151,7 @@ def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
     return engine
 
 
-def _packed(model: Any, runtime: str, exact: bool) -> Engine:
+def _packed(model: Any, runtime: str, exact: bool | None) -> Engine:
     """With packed weights exact mode is always on if possible: it costs nothing."""
     if runtime not in ("auto", "plain"):
         raise InputError(f"packed weights need runtime='plain', not {runtime!r}.")
@@ -147,6 +195,11 @@ def _exact_on_cpu(model: Any, runtime: str, packed: bool = False) -> ExactEngine
 def _fuse(model: Any) -> None:
     if hasattr(model, "fuse"):
         model.fuse()
+
+
+def _unfuse(model: Any) -> None:
+    if hasattr(model, "unfuse"):
+        model.unfuse()
 
 
 def _replace_products(model: Any, always: bool = False) -> None:

@@ -81,7 +81,7 @@ class GraphEngine(Engine):
         # With the method and the costs that it was sized by; newest last.
         self._programs: list[tuple[Any, CostCurve | None, Program]] = []
         self._read = False  # whether any sequence was prefilled
-        self._alone = False  # whether sequences take turns, because their bits differ in a batch
+        self.takes_turns = False  # whether sequences take turns in exact mode, because bits differ in a batch
         self._prepared: set[bool] = set()  # whether layers are compiled for one sequence, for several
         self.lines = LINES
         self.whole_steps = True  # False: the host takes part in every step, for comparison
@@ -96,7 +96,7 @@ class GraphEngine(Engine):
 
     @property
     def most_texts(self) -> int:
-        return TEXTS[-1] if self.model.packs and not self.one_size and not self._alone else 1
+        return TEXTS[-1] if self.model.packs and not self.one_size and not self.takes_turns else 1
 
     @property
     def one_size(self) -> bool:
@@ -312,8 +312,8 @@ class GraphEngine(Engine):
                 return False
         if self.most_texts > 1:
             beside = in_pieces(self, [text[::-1] + answer, text + answer], len(text))
-            self._alone = not torch.equal(beside[: len(alone)], expected)
-            self.name += ", one text at a time" if self._alone else ""
+            self.takes_turns = not torch.equal(beside[: len(alone)], expected)
+            self.name += ", one text at a time" if self.takes_turns else ""
         return self._compile or len(self.sizes) == 1
 
     def _tried(self) -> set[int]:
@@ -450,7 +450,8 @@ class GraphEngine(Engine):
             free, total = torch.cuda.mem_get_info(self.pool.device)
             need = f"a graph of {size} rows over {span} tokens; {free >> 20} of {total >> 20} MiB are free"
             if self.exact or size == SIZES[0]:
-                raise InputError(f"no memory for {need}. Use a smaller model, or runtime='plain'.") from error
+                remedy = "exact=False, a smaller model," if self.exact else "a smaller model,"
+                raise InputError(f"no memory for {need}. Use {remedy} or runtime='plain'.") from error
             self.sizes = [smaller for smaller in self.sizes if smaller < size]
             raise _NoGraph(f"No memory for {need}: larger steps run without a graph.") from error
         except Exception as error:
@@ -459,7 +460,9 @@ class GraphEngine(Engine):
                 self._do_without_compiler(reason)
                 return self._capture(size, span, layers, question, texts, reads)
             if self.exact:
-                raise InputError(f"exact mode needs steps that a CUDA graph can capture: {reason}") from error
+                raise InputError(
+                    f"exact mode needs steps that a CUDA graph can capture: {reason}. Use exact=False."
+                ) from error
             self.sizes = []
             raise _NoGraph(
                 f"{self.model.name}: steps cannot be captured in a CUDA graph ({reason}). They run without, and slower."

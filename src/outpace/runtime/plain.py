@@ -76,6 +76,7 @@ class Engine:
 
     name = "plain"
     exact = False  # whether a row has the same bits in every batch
+    why_fast = ""  # why it is not, if that is the default here
     sizes: Items[int] = ()  # row counts of steps, which are padded to the next; empty: any
 
     def __init__(self, model: Model, compiled: bool = False) -> None:
@@ -87,6 +88,11 @@ class Engine:
         self.pool = Pool(model.device)
         self.turns = Turns()  # held for each step
         self.notes: dict[Any, Any] = {}  # what methods have learnt about this engine, by owner
+
+    @property
+    def mode(self) -> str:
+        """Exact or fast, and why fast if exact is the default here."""
+        return "exact" if self.exact else f"fast: {self.why_fast}" if self.why_fast else "fast"
 
     def for_one_text(self, picker: Picker | None = None) -> Engine:
         """The engine for a sequence: this one, or a separate one for models that attend to the whole pool.
