@@ -67,7 +67,7 @@ def expected(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @by_descriptors
 @pytest.mark.parametrize("rows", [1, 2, 11, 16, 17, 32, 33, 64, 65, 128])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (192, 384)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (192, 384), (64, 192)])
 def test_the_kernel_computes_gates_and_products(rows: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(rows)
     states, weight = numbers(1, rows, inputs).to(DTYPE), (numbers(2 * outputs, inputs) / 8).to(DTYPE)

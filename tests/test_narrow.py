@@ -30,7 +30,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 @by_kernel
 @pytest.mark.parametrize("rows", [1, 2, 11, 16, 17, 32])
-@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 128, False), (192, 384, True)])
+@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 128, False), (192, 384, True), (64, 192, False)])
 def test_the_kernel_computes_the_product(rows: int, outputs: int, inputs: int, bias: bool) -> None:
     torch.manual_seed(rows)
     states, weight = numbers(1, rows, inputs).to(DTYPE), numbers(outputs, inputs).to(DTYPE)
@@ -141,7 +141,7 @@ def test_how_a_product_is_split_does_not_depend_on_the_number_of_rows(monkeypatc
 
 @pytest.mark.skipif(not CAPABLE, reason="needs an H100 or later")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4608, 12288), (6144, 4096), (4608, 4608)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4608, 12288), (6144, 4096), (4608, 4608), (960, 576)])
 def test_a_row_has_the_same_bits_beside_any_number_of_rows(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linear = narrow.NarrowLinear(nn.Linear(inputs, outputs).to(DEVICE, dtype), always=True)

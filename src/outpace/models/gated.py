@@ -40,8 +40,11 @@ class GatedMLP(nn.Module):
         return product
 
 
-def fits(mlp: Any) -> bool:
-    """Whether the kernel supports an MLP: its GPU, dtype and sizes, gate and up fused, and exactly this function."""
+def fits(mlp: Any, always: bool = False) -> bool:
+    """Whether the kernel supports an MLP: its GPU, dtype and sizes, gate and up fused, and exactly this function.
+
+    `always`: also with fewer inputs at a time than are fast for few rows.
+    """
     if set(mlp._modules) != CHILDREN or mlp._forward_hooks or mlp._forward_pre_hooks:
         return False
     gate, up = mlp.gate_proj, mlp.up_proj
@@ -53,7 +56,7 @@ def fits(mlp: Any) -> bool:
         and whole.weight.dtype in (torch.bfloat16, torch.float16)
         and whole.bias is None
         and len(whole.weight) % (2 * OUTPUTS) == 0
-        and whole.weight.shape[1] % (2 * BLOCK) == 0
+        and whole.weight.shape[1] % (BLOCK if always else 2 * BLOCK) == 0
         and whole.weight.numel() < 2**31
         and is_gated(mlp)
     )
@@ -101,7 +104,7 @@ def launch(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     processors, memory = device_of(states.device)
     # Large programs if there is about one per multiprocessor; otherwise two small ones share it.
     large = few and outputs % (2 * OUTPUTS) == 0 and 2 / 3 * processors < outputs // (2 * OUTPUTS) <= processors
-    each, block = (2 if large else 1) * OUTPUTS, (2 if few else 1) * BLOCK
+    each, block = (2 if large else 1) * OUTPUTS, (2 if few and inputs % (2 * BLOCK) == 0 else 1) * BLOCK
     fitting = (memory // (1 if large else 2) - SPARE) // ((2 * each + tile) * block * states.element_size())
     product = states.new_empty(*states.shape[:-1], outputs)
     kernels.gated[(cdiv(len(rows), tile), outputs // each)](

@@ -20,7 +20,7 @@ from .launching import SPARE, device_of, early, fetches_tiles
 FEW_ROWS = 32
 MOST_ROWS = 128  # per program; beyond, cuBLAS is as fast or faster
 OUTPUTS = 64  # per program; some have WIDE
-BLOCK = 128  # inputs at a time; half as many with WIDE outputs
+BLOCK = 128  # inputs at a time; half as many with WIDE outputs, or if there are no whole blocks
 STAGES = 6  # pipeline stages
 SHARING_STAGES = 4  # the same, if two programs share a multiprocessor
 INPUTS = 1536  # the least per program, if several share an output
@@ -45,15 +45,18 @@ class NarrowLinear(nn.Module):
         return product
 
 
-def fits(linear: nn.Linear) -> bool:
-    """Whether the kernels support it: 16 bits on a GPU, sizes in whole blocks, offsets within 32 bits."""
+def fits(linear: nn.Linear, always: bool = False) -> bool:
+    """Whether the kernels support it: 16 bits on a GPU, sizes in whole blocks, offsets within 32 bits.
+
+    `always`: half blocks of inputs too, where cuBLAS may be faster.
+    """
     weight = linear.weight
     return (
         weight.device.type == "cuda"
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()
         and linear.out_features % OUTPUTS == 0
-        and linear.in_features % BLOCK == 0
+        and linear.in_features % (BLOCK // 2 if always else BLOCK) == 0
         and weight.numel() < 2**31
     )
 
@@ -106,14 +109,15 @@ def launch(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     tile = 16 if count <= 16 else FEW_ROWS
     processors, memory = device_of(states.device)
     programs = outputs // OUTPUTS
-    fitting = (memory - SPARE) // ((OUTPUTS + tile) * BLOCK * states.element_size())
+    block = BLOCK if inputs % BLOCK == 0 else BLOCK // 2
+    fitting = (memory - SPARE) // ((OUTPUTS + tile) * block * states.element_size())
     product = states.new_empty(*states.shape[:-1], outputs)
     walk = walk_of(outputs, inputs)
     kernels.product[(programs,)](
         *(states.contiguous(), weight, bias, product, count, inputs, outputs, walk),
         TILE=tile,
         OUTPUTS=OUTPUTS,
-        BLOCK=BLOCK,
+        BLOCK=block,
         PARTED=walk < inputs,
         num_warps=4,
         num_stages=max(1, min(fitting, STAGES if programs <= processors else SHARING_STAGES)),
@@ -138,7 +142,7 @@ def launch_tiles(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     processors, memory = device_of(states.device)
     wide = outputs % WIDE == 0 and outputs // WIDE * cdiv(len(rows), tile) >= BUSY * processors and not apart
     each = WIDE if wide else each
-    block = BLOCK * OUTPUTS // each
+    block = BLOCK if each == OUTPUTS and inputs % BLOCK == 0 else BLOCK // 2
     fitting = (memory - SPARE) // ((each + tile) * block * states.element_size())
     product = states.new_empty(*states.shape[:-1], outputs)
     sums = rows.new_empty(parts, len(rows), outputs, dtype=torch.float32) if apart else product

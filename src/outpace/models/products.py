@@ -97,7 +97,7 @@ class _Product(nn.Module):
 
 
 def _product_for(module: nn.Module, always: bool) -> nn.Module | None:
-    if gated.fits(module):
+    if gated.fits(module, always):
         return gated.GatedMLP(module, always)
     return _linear_for(module, always) if type(module) is nn.Linear else None
 
@@ -105,7 +105,7 @@ def _product_for(module: nn.Module, always: bool) -> nn.Module | None:
 def _linear_for(linear: nn.Linear, always: bool) -> nn.Module | None:
     if linear._forward_hooks or linear._forward_pre_hooks or not is_plain(*linear.parameters()):
         return None
-    if narrow.fits(linear):
+    if narrow.fits(linear, always):
         return narrow.NarrowLinear(linear, always)
     if all(
         weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
