@@ -251,16 +251,18 @@ JOINED, APART = 0.0, 1e9  # for attention.JOIN
 @by_kernel
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("window", [0, 20, 100])
-def test_exact_rows_have_the_same_bits_wherever_the_text_ends(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("past", "count"), [(0, 2), (55, 13), (127, 3), (250, 8), (383, 4)])
+def test_exact_rows_have_the_same_bits_wherever_the_text_ends(
+    past: int, count: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A path against rows alone, over borders of blocks, splits and groups, by programs that walk one split or more."""
     written = Written(1, window)
-    for past, count in ((0, 2), (55, 13), (127, 3), (250, 8), (383, 4)):
-        monkeypatch.setattr(attention, "JOIN", JOINED)
-        together = written.attend([(0, past + row) for row in range(count)], [past], fill=2)
-        monkeypatch.setattr(attention, "JOIN", APART)
-        for row in {0, 1, count - 1, 64 - past % 64, 63 - past % 64} & {*range(count)}:
-            alone = written.attend([(0, past + row)], [past + row])
-            assert torch.equal(alone[0], together[row]), (past, row)
+    monkeypatch.setattr(attention, "JOIN", JOINED)
+    together = written.attend([(0, past + row) for row in range(count)], [past], fill=2)
+    monkeypatch.setattr(attention, "JOIN", APART)
+    for row in {0, 1, count - 1, 64 - past % 64, 63 - past % 64} & {*range(count)}:
+        alone = written.attend([(0, past + row)], [past + row])
+        assert torch.equal(alone[0], together[row]), row
 
 
 @by_kernel
