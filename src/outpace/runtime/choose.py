@@ -105,9 +105,9 @@ def _price(model: Model, join: bool) -> str:
     """Why exact mode on CUDA graphs would cost more than next to nothing; empty if it should not."""
     if not fetches_tiles(model.device):
         name = torch.cuda.get_device_name(model.device)
-        return f"exact mode is slower on {name}, which has no tensor descriptors (H100 and later do)"
+        return f"{name} has no tensor descriptors, which cheap exact mode needs (H100 or later)"
     if model.dtype not in (torch.bfloat16, torch.float16):
-        return f"exact mode is slower in {str(model.dtype).removeprefix('torch.')} than in 16 bits"
+        return f"cheap exact mode needs bfloat16 or float16, not {str(model.dtype).removeprefix('torch.')}"
     return "" if join else "exact mode fuses weights, and these may not be fused"
 
 
@@ -126,6 +126,8 @@ def _cheap_exact_engine(model: Any, rows: int, memory: float) -> GraphEngine | s
         _replace_products(model, always=True)
         engine = GraphEngine(model, exact_rows=rows, memory=memory)
         if not engine.is_exact():
+            if not engine.compiling:
+                return "the model's layers cannot be compiled"
             return "the model's bits depend on the number of rows in a step"
         if engine.takes_turns:
             return "the model's bits depend on the other sequences of a batch"
