@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +124,16 @@ def test_a_model_that_fails_the_test_runs_fast_as_if_nothing_had_been_tried(
     engine = engine_for(model)
     assert type(engine) is Uncaptured
     assert (engine.exact, engine.mode, engine.name) == (False, f"fast: {words}", "graphs")
+    assert model.done == [*EXACT, "unfuse", *FAST]
+
+
+def test_a_layer_that_our_kernels_do_not_compute_is_named_and_nothing_is_tried(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(HFModel, "replace_products", lambda self, always=False: 0)
+    gpu.setattr(Uncaptured, "is_exact", lambda self: pytest.fail("it was tried"))
+    model = Watched()
+    assert re.fullmatch(
+        r"fast: our kernels do not compute \S+ of layer 0 \(\d+ inputs, \d+ outputs\)", engine_for(model).mode
+    )
     assert model.done == [*EXACT, "unfuse", *FAST]
 
 

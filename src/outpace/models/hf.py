@@ -127,6 +127,16 @@ class HFModel:
         """
         return self._products.replace(self._mirror, always)
 
+    def uncomputed(self) -> str:
+        """The first linear layer that none of our kernels computes; empty if there is none."""
+        layers = [(f"layer {number}", gate.layer) for number, gate in enumerate(self._gates)]
+        for place, part in (*layers, ("the output head", self._mirror.get_output_embeddings())):
+            for name, module in part.named_modules():
+                if type(module) is nn.Linear:
+                    shape = f"{module.in_features} inputs, {module.out_features} outputs"
+                    return f"{name} of {place} ({shape})" if name else f"{place} ({shape})"
+        return ""
+
     def compute_exactly(self) -> None:
         """On a CPU in float32: from now on a row has the same bits in any batch. `unfuse` undoes it.
 

@@ -124,6 +124,8 @@ def _cheap_exact_engine(model: Any, rows: int, memory: float) -> GraphEngine | s
     try:
         _fuse(model)
         _replace_products(model, always=True)
+        if hasattr(model, "uncomputed") and (layer := model.uncomputed()):
+            return f"our kernels do not compute {layer}"
         engine = GraphEngine(model, exact_rows=rows, memory=memory)
         if not engine.is_exact():
             if not engine.compiling:
