@@ -113,6 +113,7 @@ def plant(
         FREE=FREE,
         COSTLY=any(offer.costly for offer in offers),
         CUTS=len(CUTS),
+        WIDE=_power(len(CUTS)),
         EXACT=fixed.lists.exact,
         num_warps=8 if padded >= 256 else 4,
     )

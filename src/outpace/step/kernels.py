@@ -84,14 +84,14 @@ def plant(
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
     LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
-    COSTLY: tl.constexpr, CUTS: tl.constexpr, EXACT: tl.constexpr,
+    COSTLY: tl.constexpr, CUTS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One lane: write its most likely nodes to static buffers, as `count` rows; at most `most` are not padding.
 
-    NODES and ROWS are `nodes` and `count` rounded up to powers of two. Paths have DEEP hashes. If no draft token
-    reaches the probability `least`, none is taken. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS
-    + NODES] are scratch memory through which threads communicate. EXACT: what rows attend to is written as slots by
-    depth, not as bits.
+    NODES, ROWS and WIDE are `nodes`, `count` and CUTS rounded up to powers of two. Paths have DEEP hashes. If no draft
+    token reaches the probability `least`, none is taken. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 ×
+    ROWS + NODES] are scratch memory through which threads communicate. EXACT: what rows attend to is written as slots
+    by depth, not as bits.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
@@ -175,7 +175,7 @@ def plant(
         rank = _ranks(keys, flags, key, none, node, nodes, NODES, BLOCK)
         if LEARNED:
             expected += lane * (2 * CUTS + 1)
-            _expect(expected, key, rank, MUST, CUTS, 8)
+            _expect(expected, key, rank, MUST, CUTS, WIDE)
             free_rank = rank
             if COSTLY:
                 tl.debug_barrier()
@@ -184,7 +184,7 @@ def plant(
                 free_rank = _ranks(keys, flags, free_key, none, node, nodes, NODES, BLOCK)
             else:
                 free_key = key
-            _expect(expected + CUTS, free_key, free_rank, MUST, CUTS, 8)
+            _expect(expected + CUTS, free_key, free_rank, MUST, CUTS, WIDE)
         taken = (rank < most - 1) & (key > float("-inf"))
         if LEARNED:
             planted = top >= tl.min(tl.where(taken, key, float("inf")), 0)
