@@ -64,7 +64,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, help="skip longer ones: tokens of prompt and answer; 900 on a GPU")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--only", nargs="+", help="plain decoding, and methods whose labels start so; or kernels")
+    parser.add_argument("--only", nargs="+", help="besides plain decoding: labels, or how labels start; or kernels")
     parser.add_argument("--together", type=int, nargs="+", default=[1, 4, 16, 64], help="sequences at a time")
     parser.add_argument("--transformers", action="store_true", help="for speeds: transformers' generate too")
     parser.add_argument("--parts", action="store_true", help="for speeds: where the time of a step goes")
