@@ -14,6 +14,7 @@ import torch
 
 from outpace.draft import Draft, Tree, chain
 from outpace.models import attention
+from outpace.models.launching import device_of
 from outpace.pool import Packed, Pool, Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -263,6 +264,24 @@ def test_exact_rows_have_the_same_bits_wherever_the_text_ends(
     for row in {0, 1, count - 1, 64 - past % 64, 63 - past % 64} & {*range(count)}:
         alone = written.attend([(0, past + row)], [past + row])
         assert torch.equal(alone[0], together[row]), row
+
+
+@by_kernel
+@pytest.mark.usefixtures("_short_splits")
+@pytest.mark.parametrize("join", [JOINED, APART])
+def test_exact_rows_have_the_same_bits_in_wide_tiles(join: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows in tiles of twice the size, against rows alone, whose features are split among programs."""
+    written = Written(1, heads=8, size=72)
+    past, count = 250, 16
+    monkeypatch.setattr(attention, "JOIN", join)
+    monkeypatch.setattr(attention, "COLUMNS", 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "device_of", lambda device: (2, device_of(device)[1]))
+        together = written.attend([(0, past + row) for row in range(count)], [past], fill=2)
+    far = 0.0 if DEVICE == "cuda" else 1e-5  # NumPy's products, by which the interpreter computes, depend on the shape
+    for row in (0, 5, 6, count - 1):
+        alone = written.attend([(0, past + row)], [past + row])
+        torch.testing.assert_close(alone[0], together[row], rtol=far, atol=far)
 
 
 @by_kernel

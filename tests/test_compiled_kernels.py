@@ -1,8 +1,13 @@
-"""Attention's kernels compiled for an H100 and later, without one. Needs Triton; TRITON_INTERPRET must not be set."""
+"""Kernels compiled for an H100 and later, without one. Needs Triton; TRITON_INTERPRET must not be set."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +18,15 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="kernels are interpreted"),
 ]
+ROOT = Path(__file__).parents[1]
 SHAPES = {"8B": (128, 4), "135M": (64, 3)}  # size of a head, query heads of a key head
 LISTS = ("text", "length", "positions", "slots", "tree", "whose", "tiles")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], folder: Path) -> str:
+METHODS = ("plain", "auto with block", "auto with a store", "lookahead deep", "lookahead as published", "amphista")
+
+
+def compiled(kernel: Any, constants: dict[str, Any], folder: Path, warps: int = 4) -> str:
     """What ptxas says of it. Numbers are divisible by 16 as they are for common models."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -34,7 +43,7 @@ def compiled(kernel: Any, constants: dict[str, Any], folder: Path) -> str:
         if name not in constants and name not in varying and signature[name] != "fp32"
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
+    options = {"num_warps": warps, "num_stages": 3, "launch_pdl": True}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     code = folder / "kernel.ptx"
     code.write_text(made.asm["ptx"])
@@ -57,9 +66,40 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
     shared |= {"SHORT": attention.SHORT, "TOGETHER": attention.TOGETHER}
     found = {}
     for joined in (False, True):
-        for tile in (16, 32, 64):
+        for tile in (16, 32, 64, attention.WIDE):
             made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "FOLD": joined}
-            found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path)
-        made = {**shared, "HEADS": 4, "JOINED": joined}
-        found["merge", joined] = compiled(kernels.merge_exactly, made, tmp_path)
-    assert [kind for kind, said in found.items() if " 0 bytes spill stores" not in said] == []
+            warps = attention.WARPS * (1 + (tile == attention.WIDE))
+            found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path, warps)
+        for columns, warps in ((attention.COLUMNS, 1), (size, 1), (size, 2)):
+            made = {**shared, "HEADS": 4, "JOINED": joined, "COLUMNS": columns}
+            found["merge", joined, columns, warps] = compiled(kernels.merge_exactly, made, tmp_path, warps)
+    spilled = {kind: int(re.findall(r"(\d+) bytes spill stores", said)[-1]) for kind, said in found.items()}
+    some = spilled.pop(("merge", False, size, 1))  # bytes of a thread, once for a row
+    assert not any(spilled.values()), spilled
+    assert some <= 32
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_kernels_of_a_step_compile(name: str) -> None:
+    """Those that the interpreter runs, with the same types and constants."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.launches", name]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"plant", "settle"} <= {launch["kernel"] for launch in launches}
+    for launch in launches:
+        kernel = getattr(import_module(launch["module"]), launch["kernel"])
+        types = {**launch["types"], **dict.fromkeys(launch["constants"], "constexpr")}
+        signature = {parameter: types[parameter] or "constexpr" for parameter in kernel.arg_names}
+        known = {**dict.fromkeys(kernel.arg_names), **launch["constants"]}
+        constants = {
+            (place,): known[parameter]
+            for place, parameter in enumerate(kernel.arg_names)
+            if signature[parameter] == "constexpr"
+        }
+        source = ASTSource(kernel, signature, constants)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch["warps"]})

@@ -10,6 +10,7 @@
     python scripts/lab masks                                         attention over slot lists beside a dense mask
     python scripts/lab kernels   [--only products gated attention]   exact mode's kernels: bits and costs
     python scripts/lab prices    [--model DIR --each 0]              the cost of a step, in exact mode and without
+    python scripts/lab packed                                        products with packed weights on a CPU, by rows
     python scripts/lab texts     --model DIR --data FILE --together 1 16   exact mode: same outputs with every method
     python scripts/lab reproduce --model DIR --data FILE --out DIR --each 1  the papers' tables
     python scripts/lab steps     --data FILE --out FILE              tokens per step: papers' methods and our changes
@@ -39,13 +40,13 @@ import torch
 from outpace.errors import OutpaceWarning
 from outpace.reproduce import PAPERS
 
-from . import batches, graphs, kernels, papers, replaying, speeds
+from . import batches, graphs, kernels, papers, quantized, replaying, speeds
 
 COMMANDS = {
     **{part.__name__: part for part in (speeds.speeds, speeds.ablate, speeds.steps, speeds.equal)},
     **{part.__name__: part for part in (batches.together, batches.modes, batches.sampling, batches.texts)},
     **{part.__name__: part for part in (graphs.shape, graphs.masks, graphs.prices, replaying.replay)},
-    **{part.__name__: part for part in (kernels.kernels, papers.reproduce, papers.accuracies)},
+    **{part.__name__: part for part in (kernels.kernels, quantized.packed, papers.reproduce, papers.accuracies)},
 }
 ON_GPUS = ("shape", "masks", "kernels", "ablate")
 
@@ -80,7 +81,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--weights", nargs="+", choices=["float32", "bfloat16", "int8"], default=["float32"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128], help="for prices on a CPU")
-    parser.add_argument("--repeats", type=int, default=3, help="for modes, and for prices on a CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="for modes, packed, and prices on a CPU")
     arguments = parser.parse_args(words)
     on_gpu = torch.cuda.is_available()
     arguments.times = arguments.times or (8 if on_gpu else 1)

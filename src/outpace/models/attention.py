@@ -55,6 +55,8 @@ OWN = 32  # the last keys of a row, its own included, that are processed for thi
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
 JOIN = 1.5  # from this many programs per multiprocessor, one program walks a whole group of splits
+WIDE = 128  # rows × heads of a tile for large heads, if such tiles keep all processors busy: keys are read less often
+COLUMNS = 32  # features per program of the last kernel, if there are few programs
 SUMS = 12 << 20  # the same from this many bytes of sums on, if each program walked one split
 
 
@@ -183,6 +185,9 @@ def _launch(
         programs = len(lists.tiles) // 3 * parts
     else:
         tile = 64 if rows * group >= 64 else 16
+        wide = units * cdiv(rows, WIDE // group) * _groups(lists.span)
+        if lists.exact and size > 64 and rows * group > 64 and wide >= device_of(query.device)[0]:
+            tile = WIDE
         programs = cdiv(rows, tile // group)
     padded = max(16, next_power_of_2(size))  # the least size of a matrix product
     memory = device_of(query.device)[1]
@@ -199,7 +204,7 @@ def _launch(
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "INDEX": language.int32 if furthest < 2**31 else language.int64,
         "PACKED": lists.packed > 0,
-        "num_warps": WARPS,
+        "num_warps": 2 * WARPS if tile == WIDE else WARPS,
         **early(query.device),
     }
     tiling = {"TILE": tile, "BLOCK": BLOCK, "num_stages": max(1, min(stages, STAGES))}
@@ -259,6 +264,11 @@ def _start(
     return mixed
 
 
+def _groups(span: int) -> int:
+    """How many groups of splits there are in exact mode: see `kernels._begins`."""
+    return min(-(-span // SHORT), 1 + -(-span // (2 * SHORT)))
+
+
 def _start_exactly(
     given: Tensors,
     lists: SlotLists,
@@ -271,14 +281,14 @@ def _start_exactly(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Launch with splits at fixed positions. A program walks one split or a group of them, with the same bits."""
-    from triton import cdiv, next_power_of_2
+    from triton import next_power_of_2
 
     from . import kernels
 
     query, line = given[0], lists.text.stride(0)
     _, heads, rows, size = query.shape
     processors = device_of(query.device)[0]
-    groups = min(cdiv(lists.span, SHORT), 1 + cdiv(lists.span, 2 * SHORT))
+    groups = _groups(lists.span)
     crowded = programs * units * groups >= JOIN * processors
     joined = crowded or 4 * groups * TOGETHER * query.numel() >= SUMS
     splits = groups if joined else groups * TOGETHER
@@ -295,7 +305,9 @@ def _start_exactly(
         **tiling,
         **options,
     )
-    kernels.merge_exactly[(rows, units)](
+    padded = options["PADDED"]
+    columns = COLUMNS if rows * units <= processors and padded > 2 * COLUMNS else padded
+    kernels.merge_exactly[(rows, units, padded // columns)](
         *(*given, lists.text, lists.length, lists.positions, lists.tree, lists.tree.stride(0), sums, peaks, mixed),
         *(*strides, rows, heads, splits, factor, lists.whose, line),
         HEADS=next_power_of_2(options["GROUP"]),
@@ -303,6 +315,7 @@ def _start_exactly(
         SHORT=SHORT,
         TOGETHER=TOGETHER,
         JOINED=joined,
-        **{**options, "num_warps": 2 if rows * units <= 2 * processors else 1},
+        COLUMNS=columns,
+        **{**options, "num_warps": 2 if columns == padded and rows * units <= 2 * processors else 1},
     )
     return mixed

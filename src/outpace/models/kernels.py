@@ -334,7 +334,7 @@ def part_exactly(
     splits follow from its position.
     """
     _wait(EARLY)
-    unit, split = tl.program_id(1), tl.program_id(2)
+    unit, split = tl.program_id(1), splits - 1 - tl.program_id(2)  # the last programs to start have the least to do
     first_row = tl.program_id(0) * (TILE // GROUP)
     row_stop = rows
     if PACKED:
@@ -376,9 +376,8 @@ def part_exactly(
 
 
 @triton.jit
-def _load_part(sums, peaks, weights, number, rows, heads, row, head, there, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _load_part(sums, peaks, weights, number, rows, heads, row, head, part, there, SIZE: tl.constexpr):
     """One part of a row, as written by `part_exactly`. Where none is `there`, nothing was written."""
-    part = tl.arange(0, PADDED)
     stored = (number * rows + row) * heads + head
     peak = tl.load(peaks + stored, mask=there, other=float("-inf"))
     weight = tl.load(weights + stored, mask=there, other=0.0)
@@ -393,9 +392,9 @@ def merge_exactly(
     SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
     HEADS: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
-    EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and the heads of a key head: merge its splits and its last OWN keys into one softmax.
+    """One row, the heads of a key head and COLUMNS features: merge its splits and its last OWN keys into one softmax.
 
     The splits of a group of TOGETHER are merged in order, then the groups, then the own keys. JOINED: `part_exactly`
     has merged the splits of each group already. HEADS is GROUP rounded up to a power of two.
@@ -430,20 +429,22 @@ def merge_exactly(
         other=0.0,
         cache_modifier=".cg",
     )
-    inside = inside & there[:, None]
     keys += unit // UNITS * key_head
     values += unit // UNITS * value_head
+    inside = inside & there[:, None]
     key = tl.load(keys + slot[:, None] * key_slot + part[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    part = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (part < SIZE)[None, :] & there[:, None]
     value = tl.load(values + slot[:, None] * value_slot + part[None, :], mask=inside, other=0.0, cache_modifier=".cg")
     peak_own, weight_own, total_own = _add_exactly(
         q, key, value, real[:, None] & there[None, :], factor,
-        tl.full([16], float("-inf"), tl.float32), tl.zeros([16, 16], tl.float32), tl.zeros([16, PADDED], tl.float32),
+        tl.full([16], float("-inf"), tl.float32), tl.zeros([16, 16], tl.float32), tl.zeros([16, COLUMNS], tl.float32),
         tl.full([OWN, 16], 1.0, value.dtype), SOFTCAP, PRECISION,
     )  # fmt: skip
     # Only real heads, without the tile's padding.
     peak_own = tl.max(tl.reshape(peak_own, [16 // HEADS, HEADS]), 0)
     weight_own = tl.sum(tl.reshape(_column(weight_own), [16 // HEADS, HEADS]), 0)
-    total_own = tl.sum(tl.reshape(total_own, [16 // HEADS, HEADS, PADDED]), 0)
+    total_own = tl.sum(tl.reshape(total_own, [16 // HEADS, HEADS, COLUMNS]), 0)
 
     _wait(EARLY)
     weights = peaks + splits * rows * heads
@@ -459,21 +460,21 @@ def merge_exactly(
     groups = tl.minimum((begins + SHORT - 1) // SHORT, 1 + (begins + 2 * SHORT - 1) // (2 * SHORT))
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
-    total = tl.zeros([HEADS, PADDED], tl.float32)
-    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED else 2):  # loads overlap
+    total = tl.zeros([HEADS, COLUMNS], tl.float32)
+    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED or COLUMNS < PADDED else 2):
         if JOINED:
-            more = _load_part(sums, peaks, weights, group, rows, heads, row, head, real, SIZE, PADDED)
+            more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
             peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
         else:
             peak_group = tl.full([HEADS], float("-inf"), tl.float32)
             weight_group = tl.zeros([HEADS], tl.float32)
-            total_group = tl.zeros([HEADS, PADDED], tl.float32)
+            total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
             start = _begins(group, SHORT)
             walk = (_begins(group + 1, SHORT) - start) // TOGETHER
             for each in tl.static_range(TOGETHER):
                 split = group * TOGETHER + each
                 has = real & (start + each * walk < begins) & (start + (each + 1) * walk > seen)
-                more = _load_part(sums, peaks, weights, split, rows, heads, row, head, has, SIZE, PADDED)
+                more = _load_part(sums, peaks, weights, split, rows, heads, row, head, part, has, SIZE)
                 peak_group, weight_group, total_group = _fold(
                     peak_group, weight_group, total_group, more[0], more[1], more[2]
                 )

@@ -23,7 +23,8 @@ PART = 4096  # logits per program
 FEW = 32  # up to this k, our own kernels find the top k
 WORDS = 2048  # tokens per program; the same for any number of rows, because float sums depend on how they are split
 PASSES = 8  # radix-select passes for the threshold of top-k and top-p, four bits each
-BLOCK = 32  # nodes compared with all nodes at a time
+MINE, OTHERS = 32, 128  # nodes that a program compares with all others, and with how many at a time
+BLOCK = 32  # how many at a time if one program compares all nodes
 STRETCH = 1024  # positions of history searched per program
 TOGETHER = 16  # depths of history computed at a time
 
@@ -83,19 +84,43 @@ def plant(
     marks = _marks(
         tuple((offer.tokens.shape[1], offer.probe, offer.accepted, not offer.costly) for offer in offers), device
     )
-    keys = torch.empty(group, max(padded, 1), dtype=torch.float32, device=device)
-    flags = torch.empty(group, max(padded, 1), dtype=torch.int32, device=device)
-    numbers = torch.empty(group, 2 * size + padded, dtype=torch.long, device=device)
-    expected = torch.empty(group, EXPECTED, device=device)
+
+    def scratch_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(group, *shape, dtype=dtype, device=device)
+
+    keys, unique, expected = scratch_of(padded), scratch_of(3, padded), scratch_of(EXPECTED)
+    flags, ranks, bits = (scratch_of(*shape, dtype=torch.int32) for shape in ((padded,), (2, padded), (padded,)))
+    hashes, likely = (scratch_of(padded, dtype=torch.long) for _ in range(2))
+    learned, costly = table is not None, any(offer.costly for offer in offers)
+    if nodes:
+        part = min(MINE, padded)
+        kernels.compare[(group, padded // part)](
+            *(depths, paths, chances, sources, marks, lanes.lengths, context, turn, keys if table is None else table),
+            *(keys, bits, unique, hashes, likely, nodes, math.log(gate) if gate else NEVER),
+            NODES=padded,
+            PART=part,
+            BLOCK=min(OTHERS, padded),
+            DEEP=paths.shape[2],
+            MUST=MUST,
+            DEEPER=DEEPER,
+            LATER=LATER,
+            LEARNED=learned,
+            KNOTS=KNOTS,
+            HALVING=HALVING,
+            SOURCES=SOURCES,
+            COSTLY=learned and costly,
+        )
+        kernels.rank[(group, padded // part, 2 if learned and costly else 1)](
+            *(unique, ranks, nodes), NODES=padded, PART=part, BLOCK=min(OTHERS, padded)
+        )
     kernels.plant[(group,)](
-        *(tokens, depths, paths, chances, sources, marks),
-        *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0), context, turn),
+        *(tokens, depths, paths, likely, hashes, unique, ranks, bits),
+        *(lanes.tokens, lanes.lengths, lanes.limits, lanes.slots, lanes.slots.stride(0)),
         *(found.tokens, found.parents, found.depths, found.sees, packed, found.valid, found.accepted),
         *(found.sources, found.hashes),
         *(fixed.tokens, fixed.positions, fixed.slots, fixed.lists.tree, fixed.lists.tree.stride(0)),
-        *(fixed.lists.length, scratch, keys, flags, numbers),
-        *(keys if prices is None else prices, keys if table is None else table, expected),
-        *(nodes, most, count, math.log(gate) if gate else NEVER),
+        *(fixed.lists.length, scratch, keys, flags, scratch_of(2 * size, dtype=torch.long)),
+        *(keys if prices is None else prices, expected, nodes, most, count),
         NODES=padded,
         ROWS=size,
         DEEP=paths.shape[2],
@@ -104,14 +129,9 @@ def plant(
         PROBES=any(offer.probe for offer in offers),
         PRICED=prices is not None and nodes > 0,
         MUST=MUST,
-        DEEPER=DEEPER,
-        LATER=LATER,
-        LEARNED=table is not None,
-        KNOTS=KNOTS,
-        HALVING=HALVING,
-        SOURCES=SOURCES,
+        LEARNED=learned,
         FREE=FREE,
-        COSTLY=any(offer.costly for offer in offers),
+        COSTLY=costly,
         CUTS=len(CUTS),
         WIDE=_power(len(CUTS)),
         EXACT=fixed.lists.exact,

@@ -14,6 +14,9 @@ from ..models.kernels import _wait
 LANES_VARY = ["text_line", "searched_line", "nodes", "most", "count", "span", "at", "total", "source"]
 ROWS_VARY = ["rows", "count", "number"]
 DIGITS = tl.constexpr(16)  # values of a four-bit digit
+# Bits of `compare`: of a node's marks (the first is that it is a probe), and of what other nodes have the same path.
+ACCEPTED_MARK, FREE_MARK = tl.constexpr(2), tl.constexpr(4)
+TWICE, FREE_TWICE = tl.constexpr(8), tl.constexpr(16)
 
 
 @triton.jit
@@ -48,6 +51,104 @@ def join(
 
 
 @triton.jit
+def _either(left, right):
+    return left | right
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def compare(
+    depths, paths, chances, sources, marks, lengths, context, turn, table,
+    keys, found, unique, hashes, likely_sources, nodes, least,
+    NODES: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr, MUST: tl.constexpr,
+    DEEPER: tl.constexpr, LATER: tl.constexpr, LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr,
+    SOURCES: tl.constexpr, COSTLY: tl.constexpr,
+):  # fmt: skip
+    """PART nodes of a lane: their keys, by which they are ranked, and which other nodes have the same path.
+
+    Of nodes with the same path one is unique: the one with the highest key, the first of equals. `found` has a bit for
+    each mark of nodes with the same path (see `fused._marks`), TWICE if another one is ahead, and FREE_TWICE if that
+    comes from a source that is not costly. All programs of a lane write the same `keys` and `hashes`, through which
+    their threads communicate. `unique` [lanes, 3, NODES] are the keys that are ranked: of unique nodes, of unique nodes
+    among sources that are not costly, and the highest key of the path.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + lane)
+    node = tl.arange(0, NODES)
+    there = node < nodes
+    base = lane * nodes
+    keys += lane * NODES
+    hashes += lane * NODES
+    room = tl.maximum(context - 1 - (length - 1), 0)
+    if turn > 0:
+        room = tl.where(length - 1 < turn, tl.minimum(room, tl.maximum(turn - length, 0)), room)
+    depth = tl.load(depths + base + node, mask=there, other=0)
+    chance = tl.load(chances + base + node, mask=there, other=float("-inf"))
+    probe = (tl.load(marks + node, mask=there, other=0) & 1) != 0
+    chance = tl.where(depth > room, float("-inf"), chance)
+    source = tl.load(sources + base + node, mask=there, other=0)
+    if LEARNED:
+        at = tl.minimum(tl.maximum(chance * (-HALVING / 0.6931471805599453), 0.0), KNOTS - 1.0)
+        left = tl.minimum(at.to(tl.int32), KNOTS - 2)
+        low = tl.load(table + source * KNOTS + left)
+        high = tl.load(table + source * KNOTS + left + 1)
+        believed = low + (high - low) * (at - left)
+        chance = tl.where(probe | (chance == float("-inf")), chance, believed)
+        source += SOURCES * (at + 0.5).to(tl.int64)
+    likeliest = tl.max(tl.where(probe, float("-inf"), chance), 0)
+    if likeliest < least:
+        chance = tl.where(probe, chance, float("-inf"))
+    key = chance + tl.where(probe, MUST - node * LATER, -depth.to(tl.float32) * DEEPER)
+    tl.store(keys + node, key)
+    tl.store(likely_sources + lane * NODES + node, source)
+    tl.store(hashes + node, tl.load(paths + (base + node) * DEEP + depth, mask=there, other=0))
+    tl.debug_barrier()
+    mine = tl.program_id(1) * PART + tl.arange(0, PART)
+    my_key = tl.load(keys + mine)
+    my_hash = tl.load(hashes + mine)
+    bits = tl.zeros([BLOCK, PART], tl.int32)
+    top = tl.full([BLOCK, PART], float("-inf"), tl.float32)
+    for begin in range(0, nodes, BLOCK):
+        other = begin + tl.arange(0, BLOCK)
+        its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
+        its_bits = tl.load(marks + other, mask=other < nodes, other=0) ^ 1
+        its_hash = tl.load(hashes + other, mask=other < nodes, other=-1)
+        same = (its_hash[:, None] == my_hash[None, :]) & (its_key > float("-inf"))[:, None]
+        ahead = its_key[:, None] > my_key[None, :]
+        ahead = ahead | ((its_key[:, None] == my_key[None, :]) & (other[:, None] < mine[None, :]))
+        its_twice = its_bits | TWICE | ((its_bits & FREE_MARK) * (FREE_TWICE // FREE_MARK))
+        bits |= tl.where(same, tl.where(ahead, its_twice[:, None], its_bits[:, None]), 0)
+        if COSTLY:
+            top = tl.maximum(top, tl.where(same, its_key[:, None], float("-inf")))
+    together = tl.reduce(bits, 0, _either)
+    tl.store(found + lane * NODES + mine, together)
+    unique += lane * 3 * NODES + mine
+    tl.store(unique, tl.where((together & TWICE) != 0, float("-inf"), my_key))
+    if COSTLY:
+        free = (tl.load(marks + mine, mask=mine < nodes, other=0) & FREE_MARK) != 0
+        tl.store(unique + NODES, tl.where(free & ((together & FREE_TWICE) == 0), my_key, float("-inf")))
+        tl.store(unique + 2 * NODES, tl.max(top, 0))
+
+
+@triton.jit(do_not_specialize=LANES_VARY)
+def rank(unique, ranks, nodes, NODES: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """The ranks of PART nodes of a lane, by key (descending), then index. A key of -inf is no node.
+
+    The last dimension of the grid is that of `unique` [lanes, 3, NODES] and `ranks` [lanes, 2, NODES].
+    """
+    lane, kind = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    unique += (lane * 3 + kind) * NODES
+    mine = tl.program_id(1) * PART + tl.arange(0, PART)
+    key = tl.load(unique + mine)
+    before = tl.zeros([BLOCK, PART], tl.int32)
+    for begin in range(0, nodes, BLOCK):
+        other = begin + tl.arange(0, BLOCK)
+        its_key = tl.load(unique + other, mask=other < nodes, other=float("-inf"))[:, None]
+        tied = (its_key == key[None, :]) & (other[:, None] < mine[None, :]) & (its_key > float("-inf"))
+        before += ((its_key > key[None, :]) | tied).to(tl.int32)
+    tl.store(ranks + (lane * 2 + kind) * NODES + mine, tl.sum(before, 0))
+
+
+@triton.jit
 def _ranks(keys, flags, key, flag, node, nodes, NODES: tl.constexpr, BLOCK: tl.constexpr):
     """The rank of each node, by flag, then key (both descending), then index. A key of -inf is no node.
 
@@ -76,22 +177,21 @@ def _expect(expected, key, rank, MUST: tl.constexpr, CUTS: tl.constexpr, WIDE: t
 
 @triton.jit(do_not_specialize=LANES_VARY)
 def plant(
-    tokens, depths, paths, chances, sources, marks,
-    text, lengths, limits, slots, text_line, context, turn,
+    tokens, depths, paths, likely_sources, hashes, unique, ranks, found,
+    text, lengths, limits, slots, text_line,
     row_tokens, row_parents, row_depths, row_sees, row_words, row_valid, row_accepted, row_sources, row_hashes,
     fixed_tokens, fixed_positions, fixed_slots, fixed_tree, tree_line, fixed_lengths, scratch,
-    keys, flags, numbers, prices, table, expected, nodes, most, count, least,
+    keys, flags, numbers, prices, expected, nodes, most, count,
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-    PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, DEEPER: tl.constexpr, LATER: tl.constexpr,
-    LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr, SOURCES: tl.constexpr, FREE: tl.constexpr,
+    PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, LEARNED: tl.constexpr, FREE: tl.constexpr,
     COSTLY: tl.constexpr, CUTS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One lane: write its most likely nodes to static buffers, as `count` rows; at most `most` are not padding.
 
-    NODES, ROWS and WIDE are `nodes`, `count` and CUTS rounded up to powers of two. Paths have DEEP hashes. If no draft
-    token reaches the probability `least`, none is taken. `keys` and `flags` [lanes, NODES] and `numbers` [lanes, 2 ×
-    ROWS + NODES] are scratch memory through which threads communicate. EXACT: what rows attend to is written as slots
-    by depth, not as bits.
+    NODES, ROWS and WIDE are `nodes`, `count` and CUTS rounded up to powers of two. Paths have DEEP hashes. `keys` and
+    `flags` [lanes, NODES] and `numbers` [lanes, 2 × ROWS] are scratch memory through which threads communicate; what is
+    known of the nodes comes from `compare` and `rank`. EXACT: what rows attend to is written as slots by depth, not as
+    bits.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
@@ -106,84 +206,32 @@ def plant(
     tl.store(row_sources + first + row, tl.zeros([ROWS], tl.int64), mask=real)
     tl.store(row_hashes + first + row, tl.zeros([ROWS], tl.int64), mask=real)
     tl.store(row_accepted + first + row, (row == 0).to(tl.int8), mask=real)
-    mine = numbers + lane * (2 * ROWS + NODES)
+    mine = numbers + lane * 2 * ROWS
     if NODES > 0:
-        hashes = mine + 2 * ROWS
         node = tl.arange(0, NODES)
         there = node < nodes
         base = lane * nodes
+        at = lane * NODES + node
         keys += lane * NODES
         flags += lane * NODES
-        room = tl.maximum(context - 1 - (length - 1), 0)
-        if turn > 0:
-            room = tl.where(length - 1 < turn, tl.minimum(room, tl.maximum(turn - length, 0)), room)
         depth = tl.load(depths + base + node, mask=there, other=0)
-        chance = tl.load(chances + base + node, mask=there, other=float("-inf"))
-        mark = tl.load(marks + node, mask=there, other=0)
-        probe = (mark & 1) != 0
-        chance = tl.where(depth > room, float("-inf"), chance)
-        source = tl.load(sources + base + node, mask=there, other=0)
+        source = tl.load(likely_sources + at)
+        hashed = tl.load(hashes + at)
+        marks = tl.load(found + at)  # of all nodes with the same path
+        guess = marks & 1
+        accepted = marks & ACCEPTED_MARK
+        unique += lane * 3 * NODES + node
+        key = tl.load(unique)
+        rank = tl.load(ranks + lane * 2 * NODES + node)
         if LEARNED:
-            at = tl.minimum(tl.maximum(chance * (-HALVING / 0.6931471805599453), 0.0), KNOTS - 1.0)
-            left = tl.minimum(at.to(tl.int32), KNOTS - 2)
-            low = tl.load(table + source * KNOTS + left)
-            high = tl.load(table + source * KNOTS + left + 1)
-            believed = low + (high - low) * (at - left)
-            chance = tl.where(probe | (chance == float("-inf")), chance, believed)
-            source += SOURCES * (at + 0.5).to(tl.int64)
-        likeliest = tl.max(tl.where(probe, float("-inf"), chance), 0)
-        if likeliest < least:
-            chance = tl.where(probe, chance, float("-inf"))
-        key = chance + tl.where(probe, MUST - node * LATER, -depth.to(tl.float32) * DEEPER)
-        hashed = tl.load(paths + (base + node) * DEEP + depth, mask=there, other=0)
-        tl.store(keys + node, key)
-        tl.store(hashes + node, hashed)
-        tl.debug_barrier()
-        # Of nodes with the same path one remains: the one with the highest key, the first of equals.
-        twice = tl.zeros([NODES], tl.int32)
-        accepted = tl.zeros([NODES], tl.int32)
-        guess = tl.zeros([NODES], tl.int32)
-        free = tl.zeros([NODES], tl.int32)
-        free_twice = tl.zeros([NODES], tl.int32)
-        top = key
-        for begin in range(0, nodes, BLOCK):
-            other = begin + tl.arange(0, BLOCK)
-            its_key = tl.load(keys + other, mask=other < nodes, other=float("-inf"))
-            its_mark = tl.load(marks + other, mask=other < nodes, other=0)
-            its_hash = tl.load(hashes + other, mask=other < nodes, other=-1)
-            same = (hashed[None, :] == its_hash[:, None]) & (its_key > float("-inf"))[:, None]
-            higher = its_key[:, None] > key[None, :]
-            tied = (its_key[:, None] == key[None, :]) & (other[:, None] < node[None, :])
-            twice |= tl.max((same & (higher | tied)).to(tl.int32), 0)
-            accepted |= tl.max((same & ((its_mark & 2) != 0)[:, None]).to(tl.int32), 0)
-            guess |= tl.max((same & ((its_mark & 1) == 0)[:, None]).to(tl.int32), 0)
-            if LEARNED:
-                its_free = same & ((its_mark & 4) != 0)[:, None]
-                free |= tl.max(its_free.to(tl.int32), 0)
-                if COSTLY:
-                    free_twice |= tl.max((its_free & (higher | tied)).to(tl.int32), 0)
-                    top = tl.maximum(top, tl.max(tl.where(same, its_key[:, None], float("-inf")), 0))
-        free_key = tl.where(((mark & 4) != 0) & (free_twice == 0), key, float("-inf"))
-        if LEARNED:
-            source += FREE * free.to(tl.int64)
-        key = tl.where(twice > 0, float("-inf"), key)
-        none = tl.zeros([NODES], tl.int32)
-        tl.debug_barrier()
-        tl.store(keys + node, key)
-        tl.store(flags + node, none)
-        tl.debug_barrier()
-        rank = _ranks(keys, flags, key, none, node, nodes, NODES, BLOCK)
-        if LEARNED:
+            source += tl.where((marks & FREE_MARK) != 0, FREE, 0)
             expected += lane * (2 * CUTS + 1)
             _expect(expected, key, rank, MUST, CUTS, WIDE)
-            free_rank = rank
+            free_key, top, free_rank = key, key, rank
             if COSTLY:
-                tl.debug_barrier()
-                tl.store(keys + node, free_key)
-                tl.debug_barrier()
-                free_rank = _ranks(keys, flags, free_key, none, node, nodes, NODES, BLOCK)
-            else:
-                free_key = key
+                free_key = tl.load(unique + NODES)
+                top = tl.load(unique + 2 * NODES)
+                free_rank = tl.load(ranks + (lane * 2 + 1) * NODES + node)
             _expect(expected + CUTS, free_key, free_rank, MUST, CUTS, WIDE)
         taken = (rank < most - 1) & (key > float("-inf"))
         if LEARNED:
@@ -221,7 +269,7 @@ def plant(
         tl.store(row_sources + first + place, source, mask=taken)
         tl.store(row_depths + first + place, depth, mask=taken)
         tl.store(row_hashes + first + place, hashed, mask=taken)
-        tl.store(row_accepted + first + place, accepted.to(tl.int8), mask=taken)
+        tl.store(row_accepted + first + place, (accepted != 0).to(tl.int8), mask=taken)
         tl.debug_barrier()
         of = tl.load(mine + row)
         valid = (of >= 0) | (row == 0)

@@ -115,7 +115,7 @@ def plant(
         sources = sources + SOURCES * knots_of(said)
     if gate > 0:
         best = chances.masked_fill(probes, NEVER).amax(1, keepdim=True)
-        chances = torch.where(probes | (best.exp() >= gate), chances, NEVER)
+        chances = torch.where(probes | (best >= log(gate)), chances, NEVER)
     keys = depths * -DEEPER
     if probing:
         keys = torch.where(probes, MUST - torch.arange(count, device=device) * LATER, keys)
