@@ -153,7 +153,8 @@ def _dense(
     used = sees.any(0).nonzero()[:, 0]
     sees, keys, values = sees[:, used], keys[:, :, used], values[:, :, used]
     groups = query.shape[1] // keys.shape[1]
-    exactly = torch.promote_types(query.dtype, torch.float32)
+    # Sums depend on how many keys there are, masked ones included. Rounded from float64 they hardly ever do.
+    exactly = torch.promote_types(query.dtype, torch.float64 if lists.exact else torch.float32)
     scores = query.to(exactly) @ keys.repeat_interleave(groups, 1).to(exactly).transpose(2, 3) * scaling
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
