@@ -263,7 +263,8 @@ def test_full_disk(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPa
 
 def convert_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundled, "quiet", contextlib.nullcontext)
-    monkeypatch.setattr(bundled, "_convert_with_transformers", raising(error))
+    monkeypatch.setattr("outpace.models.gguf.File", str)
+    monkeypatch.setattr("outpace.models.packing.unpack", raising(error))
     bundled._convert(bundled.describe(NAME), Path("model.gguf"), Path("converted"))
 
 

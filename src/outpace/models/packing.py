@@ -96,6 +96,17 @@ def read_packed(file: File, folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def unpack(file: File, folder: Path) -> None:
+    """Write the model in a GGUF file to `folder`, in float32, with its config and tokenizer."""
+    _write_folder(file, folder)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    _Filling(file, model).fill_parameters()
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.save_pretrained(folder)
+
+
 class _Filling:
     """Puts a file's tensors into a model without weights."""
 
@@ -110,12 +121,7 @@ class _Filling:
 
     def fill(self) -> None:
         replace(self.model, self._module)
-        for name, parameter in self.model.named_parameters():
-            if parameter.is_meta:
-                owner, _, last = name.rpartition(".")
-                self.model.get_submodule(owner)._parameters[last] = nn.Parameter(
-                    self._numbers(name, parameter.shape), requires_grad=False
-                )
+        self.fill_parameters()
         if self.rounded:
             kinds = ", ".join(sorted(set(self.rounded.values())))
             warnings.warn(
@@ -124,6 +130,15 @@ class _Filling:
                 OutpaceWarning,
                 stacklevel=2,
             )
+
+    def fill_parameters(self) -> None:
+        """All that are not filled yet, as floats."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_meta:
+                owner, _, last = name.rpartition(".")
+                self.model.get_submodule(owner)._parameters[last] = nn.Parameter(
+                    self._numbers(name, parameter.shape), requires_grad=False
+                )
 
     def _tensor(self, name: str) -> Tensor:
         found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -172,7 +187,7 @@ class _Filling:
         self._check(tensor, shape)
         values = _unpacked(self.file, tensor).reshape(tensor.shape)
         owner = name.rpartition(".")[0]
-        if len(shape) == 1 and (order := self._order(owner, len(values))) is not None:
+        if (order := self._order(owner, len(values))) is not None:
             values = values[order]
         if self.changes.lifted and owner.endswith("norm"):
             values = values - 1
