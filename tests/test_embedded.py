@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +36,20 @@ LISTED = [prompt for group in PROMPTS.values() for prompt in group]
 TIED = "Translate into German: Please close the window before it starts to rain."
 SMALL: list[Method] = [Jacobi(window=4), PromptLookup(rows=8), Lookahead(window=3, ngram=3, guesses=3)]
 HEADS: list[Medusa | Hydra | Amphista] = [Medusa(rows=8), Hydra(rows=8), Amphista(rows=8)]
+
+
+RESIDENT = """
+import outpace
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+def resident():
+    with open("/proc/self/status") as about:
+        return int(next(line for line in about if line.startswith("VmRSS")).split()[1]) // 1024
+
+before = resident()
+outpace.load("smollm2-135m", weights="packed").generate("Why is the sky blue?", max_new_tokens=64)
+print(resident() - before)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +171,11 @@ def test_what_is_written_with_packed_weights_is_verified_with_them(tmp_path: Pat
     assert json.loads(Path(trace).read_text())["about"]["runtime"] == "packed"
     verified = CliRunner().invoke(app, ["verify", trace])
     assert verified.exit_code == 0, verified.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked")
+def test_packed_weights_take_little_memory_beyond_that_of_the_libraries() -> None:
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 250  # MB

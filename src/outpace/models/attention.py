@@ -55,9 +55,9 @@ OWN = 32  # the last keys of a row, its own included, that are processed for thi
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
 JOIN = 1.5  # from this many programs per multiprocessor, one program walks a whole group of splits
+SUMS = 12 << 20  # the same from this many bytes of sums on, if each program walked one split
 WIDE = 128  # rows × heads of a tile for large heads, if such tiles keep all processors busy: keys are read less often
 COLUMNS = 32  # features per program of the last kernel, if there are few programs
-SUMS = 12 << 20  # the same from this many bytes of sums on, if each program walked one split
 
 
 def attend_by_mask(
@@ -186,8 +186,8 @@ def _launch(
         programs = len(lists.tiles) // 3 * parts
     else:
         tile = 64 if rows * group >= 64 else 16
-        wide = units * cdiv(rows, WIDE // group) * _groups(lists.span)
-        if lists.exact and size > 64 and rows * group > 64 and wide >= device_of(query.device)[0]:
+        wide = units * cdiv(rows, WIDE // group) * _groups(lists.span) >= device_of(query.device)[0]
+        if lists.exact and wide and size > 64 and rows * group > 64:
             tile = WIDE
         programs = cdiv(rows, tile // group)
     padded = max(16, next_power_of_2(size))  # the least size of a matrix product
