@@ -3,7 +3,7 @@
 kind, version     "outpace trace", 1
 model             the name to load it by
 fingerprint       its sizes and some of its weights, to identify it
-about             device, dtype, runtime, versions
+about             device and its kind (cpu, cuda), dtype, runtime, versions
 method, settings  the drafting method
 sampling          every field of Sampling except processors
 max_new_tokens    the limit of the request
@@ -124,7 +124,7 @@ def read_trace(path: Path) -> Trace:
 
 def about(engine: Engine) -> dict[str, str]:
     """The model, the machine and the versions."""
-    return {**about_engine(engine), "outpace": __version__}
+    return {**about_engine(engine), "kind": engine.model.device.type, "outpace": __version__}
 
 
 def fingerprint_of(model: Model) -> dict[str, Any]:

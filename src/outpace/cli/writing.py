@@ -203,8 +203,8 @@ def verify(
 
     found = read_trace(trace)
     runtime = found.about.get("runtime", "")
-    on_gpu = "rows" in runtime  # exact mode there has a number of rows
-    exact = runtime.startswith("exact") and on_gpu == (resolve_device(device).type == "cuda")  # else other bits
+    same_kind = found.about.get("kind") == resolve_device(device).type  # other devices have other bits
+    exact = runtime.startswith("exact") and same_kind
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
     name = model or found.model
     if runtime == "packed" and name in NAMES:  # a GGUF file is loaded packed anyway
