@@ -209,6 +209,17 @@ def test_commands_run(command: str, words: list[Any], shown: str, wide: Path, da
 
 
 @pytest.mark.filterwarnings("ignore:adadecode. these exits are predicted")
+def test_packed_products_are_timed_in_every_format(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from lab import quantized
+
+    monkeypatch.setattr(quantized, "OUTPUTS", 64)
+    quantized.packed(arguments_of("packed", "--repeats", 1))
+    shown = capsys.readouterr().out
+    assert "8 rows / 1" in shown
+    assert [kind.name for kind in quantized.FORMATS if kind.name not in shown] == []
+    assert all(quantized.layer(kind)(torch.ones(1, quantized.INPUTS)).isfinite().all() for kind in quantized.FORMATS)
+
+
 def test_reproduce(wide: Path, trained: Path, tmp_path: Path) -> None:
     from lab.papers import reproduce
 
