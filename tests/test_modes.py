@@ -233,7 +233,10 @@ def test_commands_take_exact_and_fast(
     assert (result.exit_code, asked) == (2, [exact]), result.output
 
 
-def test_traces_of_exact_mode_are_verified_by_bits_where_there_is_that_mode(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_traces_of_exact_mode_are_verified_by_bits_where_there_is_that_mode(
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     def run(*words: object) -> str:
         result = CliRunner().invoke(cli.app, [*map(str, words), "--device", "cpu", "--json"], catch_exceptions=False)
         assert result.exit_code == 0, result.output

@@ -203,7 +203,9 @@ class Decoder:
     def stream(self, prompt: Any, *, n: int, **options: Unpack[BatchOptions]) -> Batch: ...
 
     @overload
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Step]: ...  # type: ignore[overload-overlap]
+    def stream(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, **options: Unpack[Options]
+    ) -> Iterator[Step]: ...
 
     @overload
     def stream(self, prompt: Sequence[Prompt], **options: Unpack[BatchOptions]) -> Batch: ...

@@ -41,7 +41,7 @@ def bench(
             metavar="METHOD.NAME=VALUE",
             help="A setting of a method. May be repeated; several values of one setting are all measured.",
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     tasks: Annotated[str, typer.Option(help="Comma-separated names of tasks. Default: all.")] = "",
     each: Annotated[int, typer.Option(help="Take the first N questions of each task; 0: all.")] = 0,
     repeats: Annotated[int, typer.Option(help="How many times each question is run.")] = 1,
@@ -114,7 +114,7 @@ def reproduce(
     data: Annotated[
         list[Path],
         typer.Option(help="A file of questions, as for `bench`. May be repeated. Default: 48 built-in prompts."),
-    ] = [],  # noqa: B006
+    ] = [],
     short: Annotated[
         bool | None,
         typer.Option(
@@ -130,7 +130,7 @@ def reproduce(
             help="Heads to use instead of the installed ones (exits, medusa, hydra, amphista), or variants to compare: "
             "for adadecode `full`, or a domain like `math`; for amphista any name. May be repeated.",
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     answers: Annotated[
         Path | None, typer.Option(help="amphista: also evaluate heads on these held-out answers, as saved by `train`.")
     ] = None,

@@ -48,7 +48,7 @@ def race(
     settings: Annotated[
         list[str],
         typer.Option("--set", metavar="METHOD.NAME=VALUE", help="A setting of a method. May be repeated."),
-    ] = [],  # noqa: B006
+    ] = [],
     max_new_tokens: options.MaxNewTokens = 96,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,

@@ -24,7 +24,7 @@ def serve(
     method: Annotated[str, typer.Option(help="The drafting method of requests that name none.")] = "auto",
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
-    ] = [],  # noqa: B006
+    ] = [],
     host: Annotated[str, typer.Option(help="The address to listen on. Any but loopback needs --api-key-file.")] = (
         "127.0.0.1"
     ),
@@ -113,7 +113,7 @@ def chat(
     method: Annotated[str, typer.Option(help=f"The drafting method: {options.METHODS}.")] = "auto",
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
-    ] = [],  # noqa: B006
+    ] = [],
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens per answer.")] = 1024,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,

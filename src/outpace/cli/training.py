@@ -37,7 +37,7 @@ def train(
     ] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="KIND.NAME=VALUE", help="A setting of the heads. May be repeated.")
-    ] = [],  # noqa: B006
+    ] = [],
     start: Annotated[
         Path | None,
         typer.Option(

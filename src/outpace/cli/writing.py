@@ -41,7 +41,7 @@ def generate(
     ] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
-    ] = [],  # noqa: B006 (typer copies it)
+    ] = [],
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens; 0 is off.")] = 0,
@@ -68,7 +68,7 @@ def generate(
             help="The sampling rule: keyed noise, rejection sampling, or typical acceptance (lossy).",
         ),
     ] = "keyed",
-    stop: Annotated[list[str], typer.Option(metavar="TEXT", help="Stop before this string. May be repeated.")] = [],  # noqa: B006
+    stop: Annotated[list[str], typer.Option(metavar="TEXT", help="Stop before this string. May be repeated.")] = [],
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,

@@ -14,7 +14,7 @@ def best_tree(accuracies: Sequence[Sequence[float]], size: int) -> list[tuple[in
     >>> best_tree([[0.6, 0.2], [0.5, 0.1]], 4)
     [(0,), (0, 0), (1,), (1, 0)]
     """
-    ranks = [sorted(range(len(head)), key=lambda rank, head=head: -head[rank]) for head in accuracies]  # type: ignore[misc]
+    ranks = [sorted(range(len(head)), key=[-chance for chance in head].__getitem__) for head in accuracies]
     found: list[tuple[int, ...]] = []
     waiting: list[tuple[float, tuple[int, ...], float]] = []  # -worth, path of places in `ranks`, worth of the parent
 

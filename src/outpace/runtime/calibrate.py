@@ -116,9 +116,11 @@ def measure(
     for index, length in enumerate(contexts):
         tokens = [token % engine.model.vocabulary for token in range(length + 1)]
         with engine.turns, engine.pool.sequence(tokens) as text:
-            seconds.append(
-                _steps(engine, text, rows, repeats, lambda part, index=index: done((index + part) / len(contexts)))  # type: ignore[misc]
-            )
+
+            def done_here(part: float, index: int = index) -> None:
+                done((index + part) / len(contexts))
+
+            seconds.append(_steps(engine, text, rows, repeats, done_here))
             if index == 0:
                 segments = _segments(engine, text, repeats)
     return CostCurve(about(engine), tuple(rows), tuple(contexts), tuple(seconds), segments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from copy import deepcopy
 from time import time
 from typing import Any
 
@@ -132,7 +133,7 @@ class Choice:
                 "function": {"name": piece.name, "arguments": piece.arguments},
             }
             self.calls.append(call)
-            return {"tool_calls": [{"index": piece.call, **call, "function": {**call["function"]}}]}  # type: ignore[dict-item]
+            return {"tool_calls": [{"index": piece.call, **deepcopy(call)}]}
         self.calls[piece.call]["function"]["arguments"] += piece.arguments
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.arguments}}]}
 

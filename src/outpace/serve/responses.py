@@ -49,7 +49,9 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
             )
             for tool in asked.tools
         ],
-        tool_choice=ToolChoice(type="function", function=NamedFunction(name=named)) if named is not None else choice,  # type: ignore[arg-type]
+        tool_choice=choice  # type: ignore[arg-type]
+        if named is None
+        else ToolChoice(type="function", function=NamedFunction(name=named)),
     )
 
 
