@@ -14,7 +14,7 @@ from ..models.kernels import _wait
 LANES_VARY = ["text_line", "searched_line", "nodes", "most", "count", "span", "at", "total", "source"]
 ROWS_VARY = ["rows", "count", "number"]
 DIGITS = tl.constexpr(16)  # values of a four-bit digit
-# Bits of `compare`: of a node's marks (the first is that it is a probe), and of what other nodes have the same path.
+# Bits of `compare`: a node's marks (the first says that it is a probe), and whether a node with the same path is ahead.
 ACCEPTED_MARK, FREE_MARK = tl.constexpr(2), tl.constexpr(4)
 TWICE, FREE_TWICE = tl.constexpr(8), tl.constexpr(16)
 
@@ -65,11 +65,11 @@ def compare(
 ):  # fmt: skip
     """PART nodes of a lane: their keys, by which they are ranked, and which other nodes have the same path.
 
-    Of nodes with the same path one is unique: the one with the highest key, the first of equals. `found` has a bit for
-    each mark of nodes with the same path (see `fused._marks`), TWICE if another one is ahead, and FREE_TWICE if that
-    comes from a source that is not costly. All programs of a lane write the same `keys` and `hashes`, through which
-    their threads communicate. `unique` [lanes, 3, NODES] are the keys that are ranked: of unique nodes, of unique nodes
-    among sources that are not costly, and the highest key of the path.
+    Of nodes with the same path one remains: the one with the highest key, the first of equals. `unique` [lanes, 3,
+    NODES] has the keys of those nodes, of those that would remain without costly sources, and the highest key of each
+    path. `found` has the marks of all nodes with the same path (see `fused._marks`; the first is inverted), TWICE if
+    one of them is ahead, and FREE_TWICE if one from a source that is not costly is. All programs of a lane write the
+    same `keys`, `hashes` and `likely_sources`: their threads communicate through memory.
     """
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
