@@ -208,7 +208,6 @@ def test_commands_run(command: str, words: list[Any], shown: str, wide: Path, da
     assert re.search(shown, capsys.readouterr().out)
 
 
-@pytest.mark.filterwarnings("ignore:adadecode. these exits are predicted")
 def test_packed_products_are_timed_in_every_format(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from lab import quantized
 
@@ -220,6 +219,7 @@ def test_packed_products_are_timed_in_every_format(monkeypatch: pytest.MonkeyPat
     assert all(quantized.layer(kind)(torch.ones(1, quantized.INPUTS)).isfinite().all() for kind in quantized.FORMATS)
 
 
+@pytest.mark.filterwarnings("ignore:adadecode. these exits are predicted")
 def test_reproduce(wide: Path, trained: Path, tmp_path: Path) -> None:
     from lab.papers import reproduce
 
