@@ -461,6 +461,7 @@ def merge_exactly(
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
+    # Unrolled, so that loads overlap.
     for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED or COLUMNS < PADDED else 2):
         if JOINED:
             more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
