@@ -2,9 +2,10 @@
 
 Each line on standard input is a job in JSON: {"port", "key", "clients", "seconds", "bodies"}, or "count" requests
 instead of "seconds". Each client has one connection, and sends its next request when the last is answered. The result
-is a line on standard output: a list of [start, first byte of the response, end, prompt tokens, new tokens, error].
-Times are the machine's monotonic clock, so that they can be compared with those of other processes. A body may have
-"leave": the client disconnects after this many seconds. Only the standard library is used.
+is a line on standard output: a list of [start, first byte of the response, end, prompt tokens, new tokens, error], with
+"texts" also the number of the request and its answers, each with its finish reason. Times are the machine's monotonic
+clock, so that they can be compared with those of other processes. A body may have "at", the earliest second of the job
+at which it is sent, and "leave": the client disconnects after this many seconds. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Connection(asyncio.Protocol):
             wrong = await asyncio.wait_for(self.done, leave)
         except asyncio.TimeoutError:
             self.transport.abort()
-            return b"", "left"
+            return b"".join(self.parts), "left"
         answer = b"".join(self.parts)
         if wrong is None and not answer.startswith(b"HTTP/1.1 200"):
             wrong = answer.split(b"\r\n")[0].decode()
@@ -79,22 +80,40 @@ def count_of(answer: bytes, name: bytes) -> int:
     return int(found[-1]) if found else 0
 
 
+def texts_of(answer: bytes) -> list[list[str | None]]:
+    """The text of each choice, and why it ended; of a stream that was left, as far as it came."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if re.search(rb"content-length:", head, re.I):
+        choices = json.loads(body)["choices"]
+        return [[choice["message"]["content"], choice["finish_reason"]] for choice in choices]
+    found: dict[int, list[str | None]] = {}
+    for event in re.findall(rb"^data: (\{.*\})\r?$", body, re.M):
+        for choice in json.loads(event).get("choices", []):
+            text = found.setdefault(choice["index"], ["", None])
+            text[0] = (text[0] or "") + (choice["delta"].get("content") or "")
+            text[1] = choice["finish_reason"] or text[1]
+    return [found[index] for index in sorted(found)]
+
+
 async def client(number: int, job: dict[str, Any], found: list[list[Any]]) -> None:
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{job['port']}\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {job['key']}\r\n"
     ).encode()
-    loop, turn, end = asyncio.get_running_loop(), number, time.monotonic() + job.get("seconds", 1e9)
+    loop, turn, begin = asyncio.get_running_loop(), number, time.monotonic()
+    end = begin + job.get("seconds", 1e9)
     connection: Connection | None = None
     while time.monotonic() < end and (turn < job["count"] if "count" in job else True):
         body = {**job["bodies"][turn % len(job["bodies"])]}
         leave = body.pop("leave", None)
+        await asyncio.sleep(body.pop("at", 0.0) - (time.monotonic() - begin))
         if connection is None or connection.transport.is_closing():
             _, connection = await loop.create_connection(Connection, "127.0.0.1", job["port"])
         start = time.monotonic()
         answer, wrong = await connection.ask(head, json.dumps(body).encode(), leave)
         read, written = count_of(answer, b"prompt_tokens"), count_of(answer, b"completion_tokens")
-        found.append([start, connection.first, time.monotonic(), read, written, wrong])
+        more = [turn, texts_of(answer) if wrong in (None, "left") else []] if job.get("texts") else []
+        found.append([start, connection.first, time.monotonic(), read, written, wrong, *more])
         turn += job["clients"]
     if connection is not None:
         connection.transport.close()

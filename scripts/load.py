@@ -4,6 +4,8 @@
     python scripts/load.py table  --clients 1 4                       the embedded model, unwidened
     python scripts/load.py memory                                     8 clients for 10 minutes: memory, slots
     python scripts/load.py turns                                      first token of a chat's second turn
+    python scripts/load.py equal  --model DIR --data FILE --times 8   200 mixed requests: each one's text is that of
+                                                                      the same request alone
 
 `table` compares `auto` with plain decoding, and the server with the decoder alone. Each client sends its next request
 when its last is answered. Every command prints which targets are met, and exits with 1 if one is missed.
@@ -37,7 +39,7 @@ from outpace.serve.warming import warm
 CONSOLE = Console(width=120)
 LENGTH = 1000  # the most tokens of a sequence, so that graphs of one context length serve all
 LEAD = 0.3  # the share of a loop that is not counted: all clients start at once, which is not typical
-Record = list[Any]  # start, first byte, end, prompt tokens, new tokens, error
+Record = list[Any]  # start, first byte, end, prompt tokens, new tokens, error; number and texts, if asked for
 
 
 class Clients:
@@ -294,6 +296,46 @@ def memory(arguments: argparse.Namespace) -> bool:
     )
 
 
+def equal(arguments: argparse.Namespace) -> bool:
+    """Mixed requests at random times, some left by their clients: their texts are those of each request alone."""
+    decoder, draw = decoder_of(arguments), random.Random(1)
+    texts = questions_of(decoder, arguments)
+    bodies = [mixed(draw, texts) for _ in range(arguments.requests)]
+    rush = [{**body, "at": draw.random() * arguments.seconds} for body in bodies]
+    quiet = [{name: value for name, value in body.items() if name != "leave"} for body in bodies]
+    count = arguments.clients[0]
+    print(f"{decoder.engine.name}, {len(bodies)} requests of {count} clients", flush=True)
+    with serving(decoder, warm=False, max_length=min(LENGTH, decoder.model.context)) as (server, clients):
+        together = clients.run(rush, count, "rush", count=len(rush), texts=True)
+        most = max(sum(a[0] <= b[0] < a[2] for a in together) for b in together)
+        decoder.engine.pool.forget_all()
+        alone = clients.run(quiet, 1, "quiet", count=len(quiet), texts=True)
+        while server.service.open:
+            time.sleep(0.01)
+    differ, wrong, left = [], [], 0
+    expected = {record[6]: record for record in alone}
+    for record in together:
+        error, number, found = record[5:]
+        whole = expected[number][7]
+        if error == "left":
+            left += 1
+            same = all(text and full[0].startswith(text[0]) for text, full in zip(found, whole, strict=False))
+        else:
+            same = found == whole
+        wrong += [error] if error not in (None, "left") else []
+        differ += [] if same or error not in (None, "left") else [bodies[number]]
+    wrong += [record[5] for record in alone if record[5]]
+    for body in differ[:5]:
+        print(json.dumps(body))
+    print(f"at most {most} at a time; {left} left by their clients")
+    return verdict(
+        {
+            f"{len(differ)} of {len(together)} texts differ from the same request's alone, at most 0": not differ,
+            f"{len(wrong)} requests lost, at most 0 {sorted({*wrong})}": not wrong,
+        }
+    )
+
+
 def resident() -> float:
     """This process's anonymous memory in MiB, without mapped files."""
     with open("/proc/self/status") as file:
@@ -326,21 +368,22 @@ def turns(arguments: argparse.Namespace) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["table", "memory", "turns"])
+    parser.add_argument("what", choices=["table", "memory", "turns", "equal"])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--gguf", type=Path, nargs="+")
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--clients", type=int, nargs="+", help="default: 1 4 16 64; for memory 8")
-    parser.add_argument("--seconds", type=float, help="duration of a loop; default: 5; for memory 600")
+    parser.add_argument("--clients", type=int, nargs="+", help="default: 1 4 16 64; for memory 8, equal 32")
+    parser.add_argument("--seconds", type=float, help="duration of a loop; default: 5; for memory 600, equal 10")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--beside", type=int, default=16, help="prompts for the server's own cost")
+    parser.add_argument("--requests", type=int, default=200, help="for equal")
     parser.add_argument("--settled", type=float, default=0.2, help="share of the time in which memory may grow")
     arguments = parser.parse_args()
     arguments.heads, arguments.runtime, arguments.threads = [], "auto", torch.get_num_threads()
-    alone = arguments.what == "memory"
-    arguments.clients = arguments.clients or ([8] if alone else [1, 4, 16, 64])
-    arguments.seconds = arguments.seconds or (600.0 if alone else 5.0)
+    clients, seconds = {"memory": ([8], 600.0), "equal": ([32], 10.0)}.get(arguments.what, ([1, 4, 16, 64], 5.0))
+    arguments.clients = arguments.clients or clients
+    arguments.seconds = arguments.seconds or seconds
     sys.exit(not globals()[arguments.what](arguments))
 
 

@@ -61,3 +61,24 @@ def test_memory_and_slots(load: Any, monkeypatch: pytest.MonkeyPatch, capsys: py
     said = capsys.readouterr().out
     assert "met    0 slots lost" in said
     assert "met    0 requests lost" in said
+
+
+def test_texts_under_load_are_those_of_each_request_alone(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoder = new_decoder()
+    monkeypatch.setattr(load, "decoder_of", lambda _: decoder)
+    arguments = argparse.Namespace(times=1, clients=[4], seconds=0.2, tokens=12, data=None, requests=12)
+    assert load.equal(arguments)
+    assert "met    0 of 12 texts differ" in capsys.readouterr().out
+
+    def with_a_fault(clients: Any, bodies: Any, several: int, key: str, **how: Any) -> Any:
+        found = run(clients, bodies, several, key, **how)
+        if key == "quiet":
+            found[3][7][0][0] += "!"
+        return found
+
+    run = load.Clients.run
+    monkeypatch.setattr(load.Clients, "run", with_a_fault)
+    assert not load.equal(arguments)
+    assert "MISSED 1 of 12 texts differ" in capsys.readouterr().out
