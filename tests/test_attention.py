@@ -268,6 +268,26 @@ def test_exact_rows_have_the_same_bits_wherever_the_text_ends(
 
 @by_kernel
 @pytest.mark.usefixtures("_short_splits")
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("past", [40, 100, 200, 270, 350, 420, 500])
+def test_exact_rows_have_the_same_bits_whatever_a_program_walks(
+    past: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four splits in a group: by a program each, by two programs, and by one."""
+    written, rows = Written(1, window), [(0, past + row) for row in range(3)]
+    for name, value in {"TOGETHER": 4, "BLOCK": 32, "JOIN": APART}.items():
+        monkeypatch.setattr(attention, name, value)
+    splits = written.attend(rows, [past])
+    monkeypatch.setattr(attention, "SUMS", 0)
+    halves = written.attend(rows, [past])
+    monkeypatch.setattr(attention, "JOIN", JOINED)
+    groups = written.attend(rows, [past])
+    assert torch.equal(splits, halves)
+    assert torch.equal(splits, groups)
+
+
+@by_kernel
+@pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("join", [JOINED, APART])
 def test_exact_rows_have_the_same_bits_in_wide_tiles(join: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows in tiles of twice the size, against rows alone, whose features are split among programs."""

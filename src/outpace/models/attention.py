@@ -55,7 +55,7 @@ OWN = 32  # the last keys of a row, its own included, that are processed for thi
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
 JOIN = 1.5  # from this many programs per multiprocessor, one program walks a whole group of splits
-SUMS = 12 << 20  # the same from this many bytes of sums on, if each program walked one split
+SUMS = 12 << 20  # the same, or half a group, from this many bytes of sums on, if each program walked one split
 WIDE = 128  # rows × heads of a tile for large heads, if such tiles keep all processors busy: keys are read less often
 COLUMNS = 32  # features per program of the last kernel, if there are few programs
 
@@ -185,7 +185,7 @@ def _launch(
         parts = cdiv(lists.packed, tile // group)
         programs = len(lists.tiles) // 3 * parts
     else:
-        tile = 64 if rows * group >= 64 else 16
+        tile = 64 if rows * group >= 64 else 32 if lists.exact and rows * group > 16 else 16
         wide = units * cdiv(rows, WIDE // group) * _groups(lists.span) >= device_of(query.device)[0]
         if lists.exact and wide and size > 64 and rows * group > 64:
             tile = WIDE
@@ -281,7 +281,7 @@ def _start_exactly(
     tiling: dict[str, Any],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Launch with splits at fixed positions. A program walks one split or a group of them, with the same bits."""
+    """Launch with splits at fixed positions. A program walks one, two or a group of them, with the same bits."""
     from triton import next_power_of_2
 
     from . import kernels
@@ -290,19 +290,22 @@ def _start_exactly(
     _, heads, rows, size = query.shape
     processors = device_of(query.device)[0]
     groups = _groups(lists.span)
-    crowded = programs * units * groups >= JOIN * processors
-    joined = crowded or 4 * groups * TOGETHER * query.numel() >= SUMS
-    splits = groups if joined else groups * TOGETHER
+    walk = 1
+    if programs * units * groups >= JOIN * processors:
+        walk = TOGETHER
+    elif 4 * groups * TOGETHER * query.numel() >= SUMS:  # half a group, if all are long, keeps more processors busy
+        walk = TOGETHER // 2 if groups > 2 else TOGETHER
+    splits = groups * {1: TOGETHER, TOGETHER: 1}.get(walk, walk + 1)  # sums that are stored
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
     peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
-    kernels.part_exactly[(programs, units, splits)](
+    kernels.part_exactly[(programs, units, groups * TOGETHER // walk)](
         *(*given, lists.text, lists.positions, sums, peaks, *strides, rows, heads, splits, factor),
         *(lists.whose, lists.tiles, line, len(lists.tiles) // 3, parts),
         OWN=OWN,
         SHORT=SHORT,
         TOGETHER=TOGETHER,
-        FOLD=joined,
+        WALK=walk,
         **tiling,
         **options,
     )
@@ -315,7 +318,7 @@ def _start_exactly(
         OWN=OWN,
         SHORT=SHORT,
         TOGETHER=TOGETHER,
-        JOINED=joined,
+        WALK=walk,
         COLUMNS=columns,
         **{**options, "num_warps": 2 if columns == padded and rows * units <= 2 * processors else 1},
     )

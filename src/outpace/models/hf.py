@@ -24,7 +24,7 @@ from .compiling import compile_together
 from .exact import ExactFunctions, Seen, seen_by
 from .fusing import Fusion
 from .layers import Angles, Stack, Unusual
-from .mirror import ATTENTION, Control, FixedCache, Mask, Mirror, PoolCache, Probe, with_gates
+from .mirror import ATTENTION, Control, FixedCache, Mask, Mirror, Outside, PoolCache, Probe, with_gates
 from .packed import is_packed
 from .products import Products
 from .products import load as load_operators
@@ -65,9 +65,11 @@ class HFModel:
         self._stack: Stack | None = None  # computes the layers instead of the mirror
         self._kinds = set(traits.layer_types)
         self._decoder, self._gates = with_gates(self._mirror, traits.layer_types, self._control)
-        for child in self._decoder.children():  # mainly norms
-            if not isinstance(child, nn.ModuleList | nn.Embedding) and any(True for _ in child.parameters()):
-                child.forward = partial(self._control.run_steadily, child.forward)
+        self._outside = [
+            Outside(child, self._control)
+            for child in self._decoder.children()  # mainly norms
+            if not isinstance(child, nn.ModuleList | nn.Embedding) and any(True for _ in child.parameters())
+        ]
         if check:
             self._check(model)
 
@@ -111,6 +113,8 @@ class HFModel:
         else:
             for gate in self._gates:
                 gate.compile()
+            for outside in self._outside:
+                outside.compile(self._gates[-1].options())
 
     def fuse(self) -> int:
         """Fuse projections with the same input; returns how many products that saves.

@@ -276,18 +276,18 @@ def _begins(group, SHORT: tl.constexpr):
 
 @triton.jit
 def _walk_exactly(
-    q, slot, spare, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real, at,
-    heads, sums, peaks, weights,
+    q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real, at, rows, heads,
+    sums, peaks, splits, number,
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """As `_walk`, over cached tokens only: a row attends to everything before its `own` keys.
+    """As `_walk`, over cached tokens only: a row attends to everything before its `own` keys. Stored as part `number`.
 
     FOLD: several splits of `fold` positions are walked; each is summed separately first.
     """
     part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
-    slot = tl.where(start + across < stop, slot, spare).to(INDEX)
+    slot = tl.load(text + tl.minimum(start + across, stop - 1)).to(INDEX)
     ones = tl.full([BLOCK, 16], 1.0, values.dtype.element_ty)
     peak = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE, 16], tl.float32)
@@ -312,10 +312,11 @@ def _walk_exactly(
         peak, weight, total = _add_exactly(q, key, value, sees, factor, peak, weight, total, ones, SOFTCAP, PRECISION)
     if FOLD:
         peak, weight, total = _fold(peak_all, weight_all, total_all, peak, weight, total)
-    stored = row * heads + head
+    stored = (number * rows + row) * heads + head
     tl.store(peaks + stored, peak, mask=real)
-    tl.store(weights + stored, _column(weight), mask=real)
-    tl.store(sums + stored[:, None] * SIZE + part[None, :], total, mask=real[:, None] & (part < SIZE)[None, :])
+    tl.store(peaks + splits * rows * heads + stored, _column(weight), mask=real)
+    place = sums + stored.to(tl.int64)[:, None] * SIZE + part[None, :]
+    tl.store(place, total, mask=real[:, None] & (part < SIZE)[None, :])
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
@@ -326,15 +327,22 @@ def part_exactly(
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, INDEX: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
-    FOLD: tl.constexpr, EARLY: tl.constexpr,
+    WALK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over one split of positions, or with FOLD a group of them, for each row up to its last OWN keys.
+    """A tile of rows over WALK splits of positions, one after the other, for each row up to its last OWN keys.
+
+    What is stored of a group of TOGETHER splits: each split alone (WALK is 1), their sum (WALK is TOGETHER), or (WALK
+    is half of it) the sum of the first half, and each split of the other half alone: splits are summed in order.
 
     PACKED: see `part`; the tile processes one of `parts` of an entry. If no row has keys, nothing is written: a row's
     splits follow from its position.
     """
     _wait(EARLY)
-    unit, split = tl.program_id(1), splits - 1 - tl.program_id(2)  # the last programs to start have the least to do
+    each: tl.constexpr = TOGETHER // WALK  # programs per group
+    HALF: tl.constexpr = WALK > 1 and WALK < TOGETHER
+    unit = tl.program_id(1)
+    last = tl.num_programs(2) - 1 - tl.program_id(2)  # the last programs to start have the least to do
+    group, turn = last // each, last % each
     first_row = tl.program_id(0) * (TILE // GROUP)
     row_stop = rows
     if PACKED:
@@ -349,14 +357,14 @@ def part_exactly(
     head = unit // UNITS * GROUPS + within
     at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
     own = tl.where(real, at - OWN + 1, 0)
-    group = split if FOLD else split // TOGETHER
-    start = _begins(group, SHORT)
-    fold = (_begins(group + 1, SHORT) - start) // TOGETHER  # positions per split
-    start += 0 if FOLD else split % TOGETHER * fold
-    stop = tl.minimum(tl.max(own), start + (fold * TOGETHER if FOLD else fold))
+    begins = _begins(group, SHORT)
+    fold = (_begins(group + 1, SHORT) - begins) // TOGETHER  # positions per split
+    first = 0  # the first position that a row attends to
     if WINDOW > 0:
-        first = tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1
-        start = tl.maximum(start, first // BLOCK * BLOCK)
+        first = (tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1) // BLOCK * BLOCK
+    begins += turn * WALK * fold
+    start = tl.maximum(begins, first)
+    stop = tl.minimum(tl.max(own), begins + WALK * fold)
     if start < stop:
         part = tl.arange(0, PADDED)
         q = tl.load(
@@ -364,15 +372,31 @@ def part_exactly(
             mask=real[:, None] & (part < SIZE)[None, :],
             other=0.0,
         )
-        index = start + tl.arange(0, BLOCK)
-        slot = tl.load(text + index, mask=index < stop, other=0)
-        _walk_exactly(
-            q, slot, tl.load(text + start), text, start, stop, fold, own, keys + unit // UNITS * key_head,
-            values + unit // UNITS * value_head, key_slot, value_slot, factor, row, head, real, at, heads,
-            sums + split.to(tl.int64) * rows * heads * SIZE, peaks + split * rows * heads,
-            peaks + (splits + split) * rows * heads,
-            TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, FOLD,
-        )  # fmt: skip
+        keys += unit // UNITS * key_head
+        values += unit // UNITS * value_head
+        if HALF:
+            if turn == 0:
+                _walk_exactly(
+                    q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
+                    at, rows, heads, sums, peaks, splits, (WALK + 1) * group,
+                    TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, True,
+                )  # fmt: skip
+            else:
+                for split in tl.static_range(WALK):
+                    start = tl.maximum(begins + split * fold, first)
+                    until = tl.minimum(stop, begins + (split + 1) * fold)
+                    if start < until:
+                        _walk_exactly(
+                            q, text, start, until, fold, own, keys, values, key_slot, value_slot, factor, row, head,
+                            real, at, rows, heads, sums, peaks, splits, (WALK + 1) * group + 1 + split,
+                            TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, False,
+                        )  # fmt: skip
+        else:
+            _walk_exactly(
+                q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
+                at, rows, heads, sums, peaks, splits, last,
+                TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, WALK > 1,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -390,14 +414,14 @@ def merge_exactly(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
     query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, factor, whose, text_line,
     SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
-    HEADS: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
+    HEADS: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, WALK: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
     COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, the heads of a key head and COLUMNS features: merge its splits and its last OWN keys into one softmax.
 
-    The splits of a group of TOGETHER are merged in order, then the groups, then the own keys. JOINED: `part_exactly`
-    has merged the splits of each group already. HEADS is GROUP rounded up to a power of two.
+    The splits of a group of TOGETHER are merged in order, then the groups, then the own keys. With a WALK above 1
+    `part_exactly` has merged some of a group's splits already. HEADS is GROUP rounded up to a power of two.
 
     The own keys do not depend on the kernel before, so they are processed while it runs. Nothing read until then may
     come from the L1 cache, which could hold stale values.
@@ -461,9 +485,10 @@ def merge_exactly(
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
+    EACH: tl.constexpr = TOGETHER if WALK == 1 else WALK + 1  # parts that are stored of a group
     # Unrolled, so that loads overlap.
-    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED or COLUMNS < PADDED else 2):
-        if JOINED:
+    for group in tl.range(first_group, groups, loop_unroll_factor=4 if WALK == TOGETHER or COLUMNS < PADDED else 2):
+        if WALK == TOGETHER:
             more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
             peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
         else:
@@ -472,10 +497,12 @@ def merge_exactly(
             total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
             start = _begins(group, SHORT)
             walk = (_begins(group + 1, SHORT) - start) // TOGETHER
-            for each in tl.static_range(TOGETHER):
-                split = group * TOGETHER + each
-                has = real & (start + each * walk < begins) & (start + (each + 1) * walk > seen)
-                more = _load_part(sums, peaks, weights, split, rows, heads, row, head, part, has, SIZE)
+            for each in tl.static_range(EACH):  # the first has WALK splits
+                since = start + (each + WALK - 1 if each > 0 else 0) * walk
+                until = start + (each + WALK) * walk
+                number = group * EACH + each
+                has = real & (since < begins) & (until > seen)
+                more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
                 peak_group, weight_group, total_group = _fold(
                     peak_group, weight_group, total_group, more[0], more[1], more[2]
                 )

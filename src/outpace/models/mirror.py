@@ -129,18 +129,37 @@ class Control:
         self.steady = False
         self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # if wanted, by type of layer
 
-    def run_steadily(self, run: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run what is outside of layers; in exact mode states are padded with zeros to a fixed number of rows.
 
-        In torch the order of summation within a row depends on the number of rows.
-        """
-        if not (self.steady and args and torch.is_floating_point(args[0])):
-            return run(*args, **kwargs)
+class Outside:
+    """Takes the place of the `forward` of a module outside of layers, such as the last norm.
+
+    In exact mode torch's own kernels get states padded with zeros to a fixed number of rows, because the order of
+    summation within a row depends on that number. Compiled ones do not need it.
+    """
+
+    def __init__(self, module: nn.Module, control: Control) -> None:
+        self._run, self._control = module.forward, control
+        self._run_compiled: Any = None
+        self._compiles = not isinstance(module, nn.Linear) and not [*module.children()]
+        module.forward = self
+
+    def compile(self, options: dict[str, Any]) -> None:
+        """If it is a module without others: a norm, not a projection."""
+        if self._compiles:
+            self._run_compiled = torch.compile(self._run, dynamic=True, options=options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        control = self._control
+        floats = bool(args) and torch.is_floating_point(args[0])
+        if floats and control.compiled and self._run_compiled is not None:
+            return self._run_compiled(*args, **kwargs)
+        if not (floats and control.steady):
+            return self._run(*args, **kwargs)
         states, *others = args
         parts = []
         for part in torch.split(states, STEADY, -2):
             filled = F.pad(part, (0, 0, 0, STEADY - part.shape[-2]))
-            parts.append(run(filled, *others, **kwargs)[..., : part.shape[-2], :])
+            parts.append(self._run(filled, *others, **kwargs)[..., : part.shape[-2], :])
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
@@ -158,15 +177,19 @@ class Gate(nn.Module):
         names = list(inspect.signature(layer.forward).parameters)
         self.mask_place = names.index("attention_mask") - 1  # among positional arguments, after hidden states
 
-    def compile(self) -> None:
-        # Dynamic, so that one compilation serves any number of rows. Independent small kernels are merged. Reductions
-        # are not autotuned, so that bits are the same in every process; nor are other kernels, because that delayed the
-        # first step and made no step faster.
+    def options(self) -> dict[str, Any]:
+        """Options of the compiler for this layer."""
+        # Independent small kernels are merged. Reductions are not autotuned, so that bits are the same in every
+        # process; nor are other kernels, because that delayed the first step and made no step faster.
         options: dict[str, Any] = {"combo_kernels": True, "deterministic": True, "triton.autotune_pointwise": False}
         # With our kernels' dependent launch, compiled ones use it too; not in other layers (`docs/design.md`).
         if any(isinstance(child, GatedMLP) for child in self.layer.children()):
             options["triton.enable_pdl"] = True
-        self.run_compiled = torch.compile(self.layer, dynamic=True, options=options)
+        return options
+
+    def compile(self) -> None:
+        # Dynamic, so that one compilation serves any number of rows.
+        self.run_compiled = torch.compile(self.layer, dynamic=True, options=self.options())
 
     def __getattr__(self, name: str) -> Any:
         try:
