@@ -124,11 +124,8 @@ def speed(records: list[Record], start: float, stop: float) -> float:
     return tokens / (stop - start)
 
 
-def table(arguments: argparse.Namespace) -> bool:
-    begin = time.perf_counter()
-    decoder = decoder_of(arguments)
+def table(decoder: Decoder, arguments: argparse.Namespace) -> bool:
     questions = questions_of(decoder, arguments)
-    print(f"loaded in {time.perf_counter() - begin:.1f} s; {len(questions)} prompts", flush=True)
     begin = time.perf_counter()
     most = max(arguments.clients)
     longest = min(LENGTH, decoder.model.context)
@@ -257,9 +254,9 @@ def mixed(draw: random.Random, texts: list[str]) -> dict[str, Any]:
     return body
 
 
-def memory(arguments: argparse.Namespace) -> bool:
+def memory(decoder: Decoder, arguments: argparse.Namespace) -> bool:
     """Clients with mixed requests: the server's memory over time, and its KV slots at the end."""
-    decoder, draw = decoder_of(arguments), random.Random(1)
+    draw = random.Random(1)
     texts = questions_of(decoder, arguments)
     bodies = [mixed(draw, texts) for _ in range(2000)]
     sizes: list[tuple[float, float]] = []
@@ -296,15 +293,14 @@ def memory(arguments: argparse.Namespace) -> bool:
     )
 
 
-def equal(arguments: argparse.Namespace) -> bool:
+def equal(decoder: Decoder, arguments: argparse.Namespace) -> bool:
     """Mixed requests at random times, some left by their clients: their texts are those of each request alone."""
-    decoder, draw = decoder_of(arguments), random.Random(1)
+    draw = random.Random(1)
     texts = questions_of(decoder, arguments)
     bodies = [mixed(draw, texts) for _ in range(arguments.requests)]
     rush = [{**body, "at": draw.random() * arguments.seconds} for body in bodies]
     quiet = [{name: value for name, value in body.items() if name != "leave"} for body in bodies]
     count = arguments.clients[0]
-    print(f"{decoder.engine.name}, {len(bodies)} requests of {count} clients", flush=True)
     with serving(decoder, warm=False, max_length=min(LENGTH, decoder.model.context)) as (server, clients):
         together = clients.run(rush, count, "rush", count=len(rush), texts=True)
         most = max(sum(a[0] <= b[0] < a[2] for a in together) for b in together)
@@ -327,7 +323,7 @@ def equal(arguments: argparse.Namespace) -> bool:
     wrong += [record[5] for record in alone if record[5]]
     for body in differ[:5]:
         print(json.dumps(body))
-    print(f"at most {most} at a time; {left} left by their clients")
+    print(f"{len(bodies)} requests, at most {most} at a time; {left} left by their clients")
     return verdict(
         {
             f"{len(differ)} of {len(together)} texts differ from the same request's alone, at most 0": not differ,
@@ -343,9 +339,8 @@ def resident() -> float:
     return int(lines["RssAnon"].split()[0]) / 1024
 
 
-def turns(arguments: argparse.Namespace) -> bool:
+def turns(decoder: Decoder, arguments: argparse.Namespace) -> bool:
     """The time to the first token of a chat's first turn, of 1,500 tokens, and of its second turn."""
-    decoder = decoder_of(arguments)
     words = [f"word{number}" for number in range(700)]
     while len(decoder.encode("Remember these words. " + " ".join(words))) > 1500:
         words.pop()
@@ -366,25 +361,33 @@ def turns(arguments: argparse.Namespace) -> bool:
     return verdict({f"the second turn's first token after {share:.1%} of the first's time, at most 20 %": share <= 0.2})
 
 
+USUAL = {"table": ([1, 4, 16, 64], 5.0), "memory": ([8], 600.0), "turns": ([1], 0.0), "equal": ([32], 10.0)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["table", "memory", "turns", "equal"])
+    parser.add_argument("what", choices=[*USUAL], nargs="+", help="one after the other")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", type=Path, help="Spec-Bench's question file")
     parser.add_argument("--gguf", type=Path, nargs="+")
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--clients", type=int, nargs="+", help="default: 1 4 16 64; for memory 8, equal 32")
-    parser.add_argument("--seconds", type=float, help="duration of a loop; default: 5; for memory 600, equal 10")
+    parser.add_argument("--clients", type=int, nargs="+", help="default: 1 4 16 64; for memory 8, for equal 32")
+    parser.add_argument("--seconds", type=float, help="of a loop; default: 5; for memory 600, for equal 10")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--beside", type=int, default=16, help="prompts for the server's own cost")
     parser.add_argument("--requests", type=int, default=200, help="for equal")
     parser.add_argument("--settled", type=float, default=0.2, help="share of the time in which memory may grow")
     arguments = parser.parse_args()
     arguments.heads, arguments.runtime, arguments.threads = [], "auto", torch.get_num_threads()
-    clients, seconds = {"memory": ([8], 600.0), "equal": ([32], 10.0)}.get(arguments.what, ([1, 4, 16, 64], 5.0))
-    arguments.clients = arguments.clients or clients
-    arguments.seconds = arguments.seconds or seconds
-    sys.exit(not globals()[arguments.what](arguments))
+    begin = time.perf_counter()
+    decoder = decoder_of(arguments)
+    print(f"loaded in {time.perf_counter() - begin:.1f} s: {decoder.engine.name}", flush=True)
+    met = []
+    for what in arguments.what:
+        clients, seconds = USUAL[what]
+        how = {"clients": arguments.clients or clients, "seconds": arguments.seconds or seconds}
+        met.append(globals()[what](decoder, argparse.Namespace(**{**vars(arguments), **how})))
+    sys.exit(not all(met))
 
 
 if __name__ == "__main__":

@@ -275,15 +275,19 @@ def test_exact_rows_have_the_same_bits_whatever_a_program_walks(
 ) -> None:
     """Four splits in a group: by a program each, by two programs, and by one."""
     written, rows = Written(1, window), [(0, past + row) for row in range(3)]
-    for name, value in {"TOGETHER": 4, "BLOCK": 32, "JOIN": APART}.items():
-        monkeypatch.setattr(attention, name, value)
-    splits = written.attend(rows, [past])
-    monkeypatch.setattr(attention, "SUMS", 0)
-    halves = written.attend(rows, [past])
-    monkeypatch.setattr(attention, "JOIN", JOINED)
-    groups = written.attend(rows, [past])
-    assert torch.equal(splits, halves)
-    assert torch.equal(splits, groups)
+    empty, stored = torch.Tensor.new_empty, list[int]()
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *args, **how: [stored.append(args[1]), empty(*args, **how)][1]
+    )
+    found = []
+    for together, join, sums in ((4, APART, 1 << 30), (3, APART, 4000), (1, JOINED, 1 << 30)):
+        for name, value in {"TOGETHER": 4, "BLOCK": 32, "JOIN": join, "SUMS": sums}.items():
+            monkeypatch.setattr(attention, name, value)
+        found.append(written.attend(rows, [past]))
+        assert together * attention._groups(1024) in stored, "sums of another number of parts"
+        stored.clear()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @by_kernel

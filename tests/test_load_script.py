@@ -53,11 +53,10 @@ def test_speed_counts_what_came_between_two_times(load: Any) -> None:
     assert load.speed(records, 1.0, 2.0) == 10
 
 
-def test_memory_and_slots(load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_slots(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     decoder = new_decoder()
-    monkeypatch.setattr(load, "decoder_of", lambda _: decoder)
     arguments = argparse.Namespace(times=1, clients=[2], seconds=1.0, tokens=12, data=None, settled=0.0)
-    load.memory(arguments)
+    load.memory(decoder, arguments)
     said = capsys.readouterr().out
     assert "met    0 slots lost" in said
     assert "met    0 requests lost" in said
@@ -67,9 +66,8 @@ def test_texts_under_load_are_those_of_each_request_alone(
     load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decoder = new_decoder()
-    monkeypatch.setattr(load, "decoder_of", lambda _: decoder)
     arguments = argparse.Namespace(times=1, clients=[4], seconds=0.2, tokens=12, data=None, requests=12)
-    assert load.equal(arguments)
+    assert load.equal(decoder, arguments)
     assert "met    0 of 12 texts differ" in capsys.readouterr().out
 
     def with_a_fault(clients: Any, bodies: Any, several: int, key: str, **how: Any) -> Any:
@@ -80,5 +78,5 @@ def test_texts_under_load_are_those_of_each_request_alone(
 
     run = load.Clients.run
     monkeypatch.setattr(load.Clients, "run", with_a_fault)
-    assert not load.equal(arguments)
+    assert not load.equal(decoder, arguments)
     assert "MISSED 1 of 12 texts differ" in capsys.readouterr().out

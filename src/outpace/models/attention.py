@@ -56,6 +56,7 @@ SHORT = 512  # positions of the first two groups of splits; later ones have twic
 TOGETHER = 4  # splits per group, whose results are merged first
 JOIN = 1.5  # from this many programs per multiprocessor, one program walks a whole group of splits
 SUMS = 12 << 20  # the same, or half a group, from this many bytes of sums on, if each program walked one split
+FEW = 4  # groups of a text that is not long
 WIDE = 128  # rows × heads of a tile for large heads, if such tiles keep all processors busy: keys are read less often
 COLUMNS = 32  # features per program of the last kernel, if there are few programs
 
@@ -186,7 +187,7 @@ def _launch(
         programs = len(lists.tiles) // 3 * parts
     else:
         tile = 64 if rows * group >= 64 else 32 if lists.exact and rows * group > 16 else 16
-        wide = units * cdiv(rows, WIDE // group) * _groups(lists.span) >= device_of(query.device)[0]
+        wide = units * cdiv(rows, WIDE // group) * _live(lists.span) >= device_of(query.device)[0]
         if lists.exact and wide and size > 64 and rows * group > 64:
             tile = WIDE
         programs = cdiv(rows, tile // group)
@@ -270,6 +271,12 @@ def _groups(span: int) -> int:
     return min(-(-span // SHORT), 1 + -(-span // (2 * SHORT)))
 
 
+def _live(span: int) -> int:
+    """How many of them a sequence has at least, if it is long: sequences of half the span have graphs of their own."""
+    groups = _groups(span)
+    return groups // 2 + 1 if groups > FEW else groups
+
+
 def _start_exactly(
     given: Tensors,
     lists: SlotLists,
@@ -290,11 +297,13 @@ def _start_exactly(
     _, heads, rows, size = query.shape
     processors = device_of(query.device)[0]
     groups = _groups(lists.span)
+    live = _live(lists.span)
     walk = 1
-    if programs * units * groups >= JOIN * processors:
+    if programs * units * live >= JOIN * processors:
         walk = TOGETHER
-    elif 4 * groups * TOGETHER * query.numel() >= SUMS:  # half a group, if all are long, keeps more processors busy
-        walk = TOGETHER // 2 if groups > 2 else TOGETHER
+    elif 4 * live * TOGETHER * query.numel() >= SUMS:
+        # Half a group keeps more processors busy, if the text is long and the sums are not too many.
+        walk = TOGETHER // 2 if groups > FEW and 4 * live * TOGETHER * query.numel() < 2 * SUMS else TOGETHER
     splits = groups * {1: TOGETHER, TOGETHER: 1}.get(walk, walk + 1)  # sums that are stored
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)

@@ -275,6 +275,12 @@ def _begins(group, SHORT: tl.constexpr):
 
 
 @triton.jit
+def _groups(length, SHORT: tl.constexpr):
+    """The number of groups that the first `length` positions are in."""
+    return tl.minimum((length + SHORT - 1) // SHORT, 1 + (length + 2 * SHORT - 1) // (2 * SHORT))
+
+
+@triton.jit
 def _walk_exactly(
     q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real, at, rows, heads,
     sums, peaks, splits, number,
@@ -341,8 +347,6 @@ def part_exactly(
     each: tl.constexpr = TOGETHER // WALK  # programs per group
     HALF: tl.constexpr = WALK > 1 and WALK < TOGETHER
     unit = tl.program_id(1)
-    last = tl.num_programs(2) - 1 - tl.program_id(2)  # the last programs to start have the least to do
-    group, turn = last // each, last % each
     first_row = tl.program_id(0) * (TILE // GROUP)
     row_stop = rows
     if PACKED:
@@ -357,6 +361,9 @@ def part_exactly(
     head = unit // UNITS * GROUPS + within
     at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
     own = tl.where(real, at - OWN + 1, 0)
+    # From the last group that rows attend to down to the first: the last programs to start have the least to do.
+    last = _groups(tl.max(own), SHORT) * each - 1 - tl.program_id(2)
+    group, turn = last // each, last % each
     begins = _begins(group, SHORT)
     fold = (_begins(group + 1, SHORT) - begins) // TOGETHER  # positions per split
     first = 0  # the first position that a row attends to
@@ -365,7 +372,7 @@ def part_exactly(
     begins += turn * WALK * fold
     start = tl.maximum(begins, first)
     stop = tl.minimum(tl.max(own), begins + WALK * fold)
-    if start < stop:
+    if (last >= 0) & (start < stop):
         part = tl.arange(0, PADDED)
         q = tl.load(
             query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
@@ -481,7 +488,7 @@ def merge_exactly(
         if WINDOW <= OWN:
             begins = 0
     first_group = tl.minimum(seen // SHORT, 1 + seen // (2 * SHORT))
-    groups = tl.minimum((begins + SHORT - 1) // SHORT, 1 + (begins + 2 * SHORT - 1) // (2 * SHORT))
+    groups = _groups(begins, SHORT)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
