@@ -112,7 +112,8 @@ async def client(number: int, job: dict[str, Any], found: list[list[Any]]) -> No
         start = time.monotonic()
         answer, wrong = await connection.ask(head, json.dumps(body).encode(), leave)
         read, written = count_of(answer, b"prompt_tokens"), count_of(answer, b"completion_tokens")
-        more = [turn, texts_of(answer) if wrong in (None, "left") else []] if job.get("texts") else []
+        there = wrong is None or (wrong == "left" and connection.streams)
+        more = [turn, texts_of(answer) if there else []] if job.get("texts") else []
         found.append([start, connection.first, time.monotonic(), read, written, wrong, *more])
         turn += job["clients"]
     if connection is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 from itertools import chain
 from typing import Any
@@ -115,6 +116,40 @@ def test_on_fixed_rows_too(exact_rows: int) -> None:
     assert together(decoder, *texts) == alone(Decoder(tiny("Llama")), *texts)
     assert isinstance(decoder.engine, GraphEngine)
     assert any(key[-2] for key in decoder.engine._graphs)
+
+
+@pytest.mark.parametrize("exact_rows", [0, 64])
+def test_a_long_prompt_beside_texts_that_the_host_writes(exact_rows: int) -> None:
+    """In exact mode its rows are deeper than a draft may be; log probabilities need the host."""
+    prompts = [[*range(3, 9)], [*range(5, 50)]]
+    decoder = graph_decoder(exact_rows=exact_rows)
+    batch, written = decoder.batch(4), dict[int, list[int]]()
+
+    def join(prompt: list[int]) -> None:
+        written[batch.add(prompt, method="prompt-lookup", max_new_tokens=12, logprobs=0)] = []
+
+    join(prompts[0])
+    for number, step in batch:
+        assert not isinstance(step, Exception)
+        written[number] += step.tokens
+        if len(written) == 1:
+            join(prompts[1])
+    plain = Decoder(tiny("Llama"))
+    assert [*written.values()] == [plain.generate(prompt, max_new_tokens=12).token_ids for prompt in prompts]
+
+
+def test_auto_by_the_host_beside_another_method() -> None:
+    """`auto` copies an engine without measured costs; both write slots of their texts to the same lists."""
+    prompts, plain, decoder = ([*range(3, 40)], [*range(50, 70)]), Decoder(tiny("Llama")), graph_decoder()
+    texts = [
+        decoder.stream(prompt, method=method, max_new_tokens=12, logprobs=0)
+        for prompt, method in zip(prompts, ("auto", "prompt-lookup"), strict=True)
+    ]
+    written: list[list[int]] = [[], []]
+    for steps in itertools.zip_longest(*texts):  # a step of each in turn
+        for text, step in zip(written, steps, strict=True):
+            text += step.tokens if step else ()
+    assert written == [plain.generate(prompt, max_new_tokens=12).token_ids for prompt in prompts]
 
 
 def test_more_texts_and_rows_than_a_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,8 +225,8 @@ class GraphEngine(Engine):
     def run(self, works: Items[Work]) -> list[Output | InvalidLogits]:
         if len(works) == 1:
             return [works[0].do()]
-        if self.exact and any(work.logits and _reach(work.rows) > OWN for work in works):
-            return [_copy(work.do()) for work in works]
+        if self.exact and any(work.logits for work in works) and any(_reach(work.rows) > OWN for work in works):
+            return [_copy(work.do()) for work in works]  # prompts too, which are deep among rows that need logits
         outputs = self._run_packed(works)
         if outputs is None:  # without a graph: a dense mask
             return super().run(works)
@@ -375,7 +375,8 @@ class GraphEngine(Engine):
         for (sequence, rows), line in zip(texts, lines, strict=True):
             start = sequence.stable if self._readers[line] is sequence else 0
             if self._readers[line] is not sequence:  # it may have another line, which is now stale
-                self._readers = [None if reader is sequence else reader for reader in self._readers]
+                # In place: `auto` copies engines, and copies share the lists.
+                self._readers[:] = [None if reader is sequence else reader for reader in self._readers]
                 self._readers[line] = sequence
             more = [int(slot) for slot in rows.numbers[2]] if listed else []
             places += range(line * width + start, line * width + len(rows.text) + len(more))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +87,6 @@ class Whole(_Trees):
             for source in self.sources
             if isinstance(source, Reading)
         ]
-        self._side: Any = torch.cuda.Stream() if self.on_gpu and self.heads else None  # type: ignore[no-untyped-call]
         self.report = torch.zeros(0)
         if self.fused:
             self.rows.lists.tree.zero_()  # only each lane's own mask words are written
@@ -109,27 +106,11 @@ class Whole(_Trees):
             kept = lanes.keep(rows, walk(rows, picks, program.deepest))
             report, best = self._report(rows, kept, there), found[0].long().view_as(picks)
             program.choices.learn(kept.tokens, kept.counts, self.needs)
-        with self._beside():  # what sources learn and what heads draft do not depend on each other
-            for source in self.sources:
-                source.learn(self.texts, rows, best, kept, output.logits)
+        for source in self.sources:
+            source.learn(self.texts, rows, best, kept, output.logits)
         for heads in self.heads:
             heads.read(before, kept, output.hidden.view(self.group, self.each, -1))
-        self._join()
         self.report = report
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a GPU, run what is launched within beside what follows, until `_join`."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
-
-    def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
 
     def _draft(self) -> Rows:
         """The draft of all sources, as rows in the model's static buffers."""
