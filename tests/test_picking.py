@@ -12,7 +12,7 @@ from outpace import Decoder, PromptLookup
 from outpace.errors import InputError, InvalidLogits
 from outpace.picking import Picker, Sampling, gumbel, uniform
 
-from .models import tiny
+from .models import examples, tiny
 from .statistics import chi_square_fits
 
 LOGITS = torch.randn(97, generator=torch.Generator().manual_seed(3)) * 3
@@ -179,3 +179,17 @@ def test_a_processor_may_force_a_token() -> None:
 
     for temperature in (0.0, 1.0):
         assert Picker(Sampling(temperature=temperature, processors=[force]), 1).choose(LOGITS, [1]) == 5
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.floats(0.01, 100.0), st.booleans())
+@examples(60)
+def test_a_draw_from_many_tokens_is_the_highest_of_all_with_noise(
+    seed: int, position: int, spread: float, ruled_out: bool
+) -> None:
+    scores = torch.randn(5000, generator=torch.Generator().manual_seed(seed % 2**32)) * spread
+    if ruled_out:
+        scores[::3] = -math.inf
+    everything = scores.double() + gumbel(seed, position, 0, torch.arange(5000))
+    assert Picker(Sampling(temperature=1.0, seed=seed), 0)._draw_from_scores(scores, position, 0) == int(
+        everything.argmax()
+    )

@@ -31,6 +31,8 @@ Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
 PIECE = 64  # tokens per piece; pieces are compared by their highest scores first
 TYPICAL, SURE = 0.09, 0.3  # Medusa's typical acceptance: threshold, and factor of exp(-entropy)
+MANY = 1024  # with more tokens to choose from, those that certainly lose are excluded first
+ROUGH = 1e-6  # more than the error of uniform numbers and their bounds in float32
 NOISED = 256  # a drafter adds noise to this many top tokens, to predict which will be sampled
 
 
@@ -227,9 +229,10 @@ class Picker:
 
     def _draw_from_scores(self, scores: torch.Tensor, position: int, stream: int) -> int:
         """Argmax of scores plus Gumbel noise: an exact draw from their softmax."""
-        alive = (scores > -math.inf).nonzero().squeeze(-1)  # few after top-k/p; only they need noise
-        noise = gumbel(self.sampling.seed, position, stream, alive)
-        return int(alive[(scores[alive].double() + noise).argmax()])
+        key = (self.sampling.seed, position, stream)
+        many = len(scores) > MANY and scores.device.type == "cpu"
+        alive = (_may_win(scores, key) if many else scores > -math.inf).nonzero().squeeze(-1)
+        return int(alive[(scores[alive].double() + gumbel(*key, alive)).argmax()])
 
     def _draw(self, probabilities: torch.Tensor, position: int, stream: int) -> int:
         return self._draw_from_scores(probabilities.log(), position, stream)
@@ -302,6 +305,17 @@ def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     return cut.scatter(0, order[:kept], best[:kept])
 
 
+def _may_win(scores: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
+    """[tokens] False where a score plus its noise is certainly below the maximum; True for very few.
+
+    A token with the uniform number u is above a bar b if u > exp(-exp(score - b)). Mostly a rough u can deny that.
+    """
+    best = scores.argmax()
+    bar = float(scores[best].double() + gumbel(*key, best[None]))
+    below = (scores.double() - bar).float().exp_().neg_().exp_()
+    return torch.from_numpy(_rough(key, len(scores))) > below.sub_(ROUGH)
+
+
 def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.Tensor:
     """Numbers in (0, 1), one for each index, that depend only on the arguments: the same on every device.
 
@@ -316,6 +330,19 @@ def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch
     low = mixed(mixed(numbers ^ (second & _LOW)) ^ (second >> 32))
     bits = torch.as_tensor((high << 20) | (low >> 12))  # 52 bits
     return (bits.double() + 0.5) * 2.0**-52
+
+
+def _rough(key: tuple[int, int, int], count: int) -> Any:
+    """[count] the same numbers in float32, from their first 32 bits."""
+    first, _ = _key(*key)
+    numbers = np.arange(count, dtype=np.uint32)  # products wrap around, as `mixed` has them do
+    for half in (first & _LOW, first >> 32):
+        numbers ^= np.uint32(half)
+        for factor, shift in ((0x7FEB352D, 16), (0x846CA68B, 15)):
+            numbers ^= numbers >> np.uint32(shift)
+            numbers *= np.uint32(factor)
+        numbers ^= numbers >> np.uint32(16)
+    return numbers.astype(np.float32) * np.float32(2.0**-32)
 
 
 def gumbel(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.Tensor:
