@@ -21,6 +21,7 @@ from outpace.models.toy import Bigram
 from outpace.runtime.graphs import GraphEngine
 
 from .models import tiny, tiny_chain
+from .serving import bytewise
 
 METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(rows=12), Lookahead(window=4, ngram=3, guesses=4)]
 
@@ -223,6 +224,8 @@ def test_memory_is_flat_over_a_long_text() -> None:
         ([0], {"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
         ([0], {"max_new_tokens": True}, "max_new_tokens=True"),
         ([0], {"stop": [5]}, "must be strings"),
+        ([0], {"stop": 3}, "stop=3 must be a string"),
+        ([0], {"sampling": outpace.Sampling(seed=1), "temperature": 0.5}, "sampling was given, and temperature"),
         ([0], {"sampling": {"seed": 1}}, "must be an outpace.Sampling"),
         ([0], {"method": Lookahead}, "must be a name or a method"),
         ([0], {"stop": [""]}, "not empty"),
@@ -239,6 +242,16 @@ def test_a_tokenizer_without_a_chat_template() -> None:
     with pytest.raises(outpace.ModelError, match="raw"):
         cycle().generate("abc")
     assert cycle().generate("abc", raw=True, max_new_tokens=2).text == "de"
+
+
+def test_roles_and_parts_of_a_chat() -> None:
+    tokenizer = bytewise()
+    model = tiny("Llama", vocab_size=257)
+    decoder = Decoder(model, tokenizer, method="autoregressive")
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert decoder.encode([{"role": "user", "content": parts}]) == decoder.encode("hello")
+    with pytest.raises(InputError, match=r"role 'usr'\. Use one of system"):
+        decoder.encode([{"role": "usr", "content": "hello"}])
 
 
 def test_text_needs_a_tokenizer() -> None:

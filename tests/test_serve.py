@@ -292,6 +292,11 @@ class TestOthers:
         ({"method": "magic"}, 400, "method", "unknown method"),
         ({"method": "adadecode-unverified"}, 400, "method", "is lossy"),
         ({"functions": [{}]}, 400, "functions", "not supported"),
+        ({"echo": True}, 400, "echo", "not supported"),
+        ({"suffix": "x"}, 400, "suffix", "not supported"),
+        ({"prompt_embeds": "x"}, 400, "prompt_embeds", "not supported"),
+        ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs", "not permitted"),
+        ({"messages": [{"role": "user"}]}, 400, "messages", "no content"),
         ({"audio": {}}, 400, "audio", "not supported"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages", "Shorten"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "only text"),
@@ -735,6 +740,17 @@ def test_texts_may_be_shorter_than_the_models_context() -> None:
         assert found.http.get("/v1/models").json()["data"][0]["max_model_len"] == 40
     with pytest.raises(InputError, match="max_length=1"):
         Settings(max_length=1)
+
+
+def test_a_lossy_method_is_not_served() -> None:
+    class Lossy(PromptLookup):
+        lossless = False
+
+    decoder = new_decoder()
+    decoder.method = decoder.prepare(Lossy())
+    with running(decoder, wait=False) as found:
+        wait_until(lambda: found.service.state != "loading")
+        assert "is lossy" in str(found.service.error)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
@@ -75,7 +75,8 @@ class Decoder:
     ) -> None:
         if not (hasattr(model, "config") or hasattr(model, "vocabulary")):
             raise InputError(
-                f"{type(model).__name__} is not a model: give a loaded transformers model, or use outpace.load."
+                f"{type(model).__name__} is not a model: give a loaded transformers model, or give a name, a folder or "
+                "a GGUF file to outpace.load."
             )
         check_tokenizer(tokenizer)
         self._given = model = base_of(model)
@@ -266,6 +267,8 @@ class Decoder:
         self._follow()
         tokens = self.encode(prompt, raw)
         limit = self._limit(len(tokens), max_new_tokens)
+        if not isinstance(stop, str | Iterable | None):
+            raise InputError(f"stop={stop!r} must be a string, or a list of strings.")
         stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if not all(isinstance(item, str) and item for item in stop):
             raise InputError(f"stop={stop!r}: stop strings must be strings, and not empty.")

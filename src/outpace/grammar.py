@@ -76,7 +76,8 @@ class Grammar:
             raise InputError(f"unknown kind of grammar {self.kind!r}: use json_schema, regex or lark.")
         found = matcher(words, rules, log_level=0)
         if found.is_error():
-            reason = str(found.get_error()).strip().split("\n")[0]
+            lines = str(found.get_error()).strip().split("\n")
+            reason = lines[-1 if self.kind == "regex" else 0].strip()  # of a regex's, the first lines are a drawing
             raise InputError(f"the {self.kind.replace('_', ' ')} cannot be used: {reason}")
         return found
 

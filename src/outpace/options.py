@@ -151,7 +151,7 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     if chance:
         if options.get("sampling") is not None:
             raise InputError(
-                f"{', '.join(chance)} and sampling={options['sampling']!r:.60} were given. Put everything into one: "
+                f"sampling was given, and {', '.join(chance)} beside it. Put everything into one: "
                 f"outpace.Sampling({', '.join(f'{name}=…' for name in chance)})."
             )
         given["sampling"] = Sampling(**chance)

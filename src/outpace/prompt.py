@@ -12,6 +12,9 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
 """A string, token ids, or a chat: a list of messages with `role` and `content`. A list of prompts is a batch."""
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a chat template names
+
+
 def encode(prompt: Prompt, tokenizer: Any, name: str, raw: bool = False) -> list[int]:
     """The prompt's token ids, through the chat template unless `raw`. `name` is the model's, for errors."""
     if hasattr(prompt, "tolist"):
@@ -44,11 +47,17 @@ def encode(prompt: Prompt, tokenizer: Any, name: str, raw: bool = False) -> list
 
 def _apply_template(messages: Sequence[Any], tokenizer: Any, name: str) -> list[int]:
     check_messages(messages)
-    if not getattr(tokenizer, "chat_template", None):
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
         raise ModelError(
             f"the tokenizer of {name} has no chat template. Pass raw=True (--raw) to use the prompt as "
             "it is, or set tokenizer.chat_template."
         )
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES and message["role"] not in str(template):
+            raise InputError(f"message {number} has the role {message['role']!r}. Use one of {', '.join(ROLES)}.")
+    # Templates for text alone expect strings.
+    messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
     try:
         found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return list(found)
@@ -58,6 +67,11 @@ def _apply_template(messages: Sequence[Any], tokenizer: Any, name: str) -> list[
             f"the chat template of {name} rejects these messages ({roles}): {str(error).rstrip('.')}. "
             "Change their roles or their order, or pass raw=True (--raw) with your own prompt."
         ) from error
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message's parts."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def check_text(what: str, text: str) -> None:

@@ -67,6 +67,12 @@ class Message(Fields):
     tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise Fault(f"a message of the {self.role} has no content.", param="messages")
+        return self
+
 
 class Function(Fields):
     """A function that the model may call."""
@@ -126,6 +132,8 @@ class StreamOptions(Fields):
 class TemplateSettings(Fields):
     """Settings passed to the chat template."""
 
+    model_config = ConfigDict(extra="forbid")
+
     enable_thinking: bool | None = None
 
 
@@ -181,6 +189,9 @@ class ChatRequest(Sampled):
         "use_beam_search": (None, False),
         "guided_grammar": (None,),
         "continue_final_message": (None, False),
+        "suffix": (None, ""),
+        "echo": (None, False),
+        "prompt_embeds": (None,),
     }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]

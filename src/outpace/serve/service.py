@@ -58,6 +58,8 @@ class Service:
                     f"{decoder.method.name}'s store would draft for one API key from the texts of another. "
                     "Serve with store=0, or with one key."
                 )
+            if not decoder.method.lossless:
+                raise InputError(f"{decoder.method.name} is lossy, and is not served. Use another method.")
             if self.settings.warm:
                 longest = min(decoder.model.context, self.settings.max_length or decoder.model.context)
                 methods = (decoder.method, decoder.prepare(PLAIN))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,6 +92,7 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
+        print("\nstopping after this update; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield lambda: False
