@@ -12,6 +12,7 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
 """A string, token ids, or a chat: a list of messages with `role` and `content`. A list of prompts is a batch."""
 
 
+PARTS = (".text", "['text']", '["text"]')  # in a template that takes a message's parts; others take strings
 ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a chat template names
 
 
@@ -56,8 +57,8 @@ def _apply_template(messages: Sequence[Any], tokenizer: Any, name: str) -> list[
     for number, message in enumerate(messages):
         if message["role"] not in ROLES and message["role"] not in str(template):
             raise InputError(f"message {number} has the role {message['role']!r}. Use one of {', '.join(ROLES)}.")
-    # Templates for text alone expect strings.
-    messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
+    if not any(mark in str(template) for mark in PARTS):
+        messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
     try:
         found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return list(found)
