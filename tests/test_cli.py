@@ -403,9 +403,13 @@ class TestRace:
                 fits = len(console.render_lines(drawn)) <= max(height, 18 if width < 120 else 10)
             with console.capture() as capture:
                 board.print_race(console, drawn, methods, outcome)
+            outcome.runs[1].seconds /= 1000
+            with console.capture() as busy:
+                board.print_race(console, drawn, methods, outcome)
         assert fits
         shown = ("autoregressive", "lookahead", "■ model", "identical", "1.0 rows per step")
         assert all(name in capture.get() for name in shown)
+        assert "the machine was busy" in busy.get()
 
 
 class TestModels:

@@ -272,6 +272,7 @@ def test_text_needs_a_tokenizer() -> None:
         (lambda: DraftModel(), "no model given"),
         (lambda: outpace.methods.make("lookahed"), "Did you mean 'lookahead'"),
         (lambda: outpace.methods.make("lookahead", windw=3), "Did you mean 'window'"),
+        (lambda: outpace.load("smollm2-135m", dtyp="float32"), "Did you mean 'dtype'"),
     ],
 )
 def test_bad_settings_are_named(make: Any, words: str) -> None:

@@ -175,6 +175,9 @@ class Board:
         return Group(grid, self._colours.legend())
 
 
+NOISE = 1.1  # no method is faster than its tokens per step allow, but for this much
+
+
 def print_race(console: Console, board: Board, methods: Sequence[Method], outcome: Race) -> None:
     if console.is_terminal:
         console.print(board.whole())
@@ -184,6 +187,9 @@ def print_race(console: Console, board: Board, methods: Sequence[Method], outcom
     for method, run in zip(methods, outcome.runs, strict=False):  # a run of transformers, the last, has no settings
         settings = " ".join(f"{name}={json.dumps(value)}" for name, value in settings_of(method).items())
         console.print(Text(f"{method.name}: {settings or 'no settings'}; {guesses(run)}", style="dim"))
+    base = outcome.runs[0].tokens_per_step
+    if any(outcome.speed(run) > NOISE * run.tokens_per_step / base for run in outcome.runs[: len(methods)]):
+        console.print(Text("A speed above tokens/step: the machine was busy with other work. Run it again.", "yellow"))
     console.print(Text(outcome.verdict, style="bold green" if outcome.identical else "bold red"))
 
 

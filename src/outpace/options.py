@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from .errors import InputError, UnknownNameError
@@ -103,6 +104,7 @@ _REMEDIES = {
 }
 
 
+_OF_LOAD = ("tokenizer", "method", "dtype", "device", "weights", "runtime", "exact", "memory")
 # The same for `outpace.load`.
 _AT_LOAD = {
     "torch_dtype": "Use dtype.",
@@ -123,6 +125,9 @@ def check_settings(method: str | Method | None, given: Mapping[str, Any]) -> Non
             raise InputError(f"unknown option {name!r}. {_AT_LOAD[name]}")
         if name in NAMES or name in _REMEDIES:
             raise InputError(f"{name!r} is not an option of load. Give it to generate or stream.")
+        near = get_close_matches(name, _OF_LOAD, n=1)
+        if near and not any(name in settings(kind) for kind in METHODS.values()):
+            raise InputError(f"unknown option {name!r}. Did you mean {near[0]!r}?")
     if method is None or isinstance(method, str):
         make(method or DEFAULT, **given)
 

@@ -51,6 +51,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._until = monotonic() + self._drain
+        log.info("stopping, once the requests under way are answered")
         self.service.drain()
 
     async def on_tick(self, counter: int) -> bool:
