@@ -308,19 +308,18 @@ def equal(decoder: Decoder, arguments: argparse.Namespace) -> bool:
         alone = clients.run(quiet, 1, "quiet", count=len(quiet), texts=True)
         while server.service.open:
             time.sleep(0.01)
-    differ, wrong, left = [], [], 0
-    expected = {record[6]: record for record in alone}
-    for record in together:
-        error, number, found = record[5:]
-        whole = expected[number][7]
+    expected = {number: texts for *_, number, texts in alone}
+    wrong = [record[5] for record in (*together, *alone) if record[5] not in (None, "left")]
+    left, differ = 0, []
+    for *_, error, number, found in together:
+        whole = expected[number]
         if error == "left":
             left += 1
-            same = all(text and full[0].startswith(text[0]) for text, full in zip(found, whole, strict=False))
+            same = all(full[0].startswith(text[0]) for text, full in zip(found, whole, strict=False))
         else:
-            same = found == whole
-        wrong += [error] if error not in (None, "left") else []
-        differ += [] if same or error not in (None, "left") else [bodies[number]]
-    wrong += [record[5] for record in alone if record[5]]
+            same = error is not None or found == whole  # others are counted as lost
+        if not same:
+            differ.append(bodies[number])
     for body in differ[:5]:
         print(json.dumps(body))
     print(f"{len(bodies)} requests, at most {most} at a time; {left} left by their clients")

@@ -250,7 +250,7 @@ def test_roles_and_parts_of_a_chat() -> None:
     decoder = Decoder(model, tokenizer, method="autoregressive")
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     assert decoder.encode([{"role": "user", "content": parts}]) == decoder.encode("hello")
-    with pytest.raises(InputError, match=r"role 'usr'\. Use one of system"):
+    with pytest.raises(InputError, match=r"role 'usr'\. Did you mean 'user'"):
         decoder.encode([{"role": "usr", "content": "hello"}])
 
 

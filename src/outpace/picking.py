@@ -335,14 +335,9 @@ def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch
 def _rough(key: tuple[int, int, int], count: int) -> Any:
     """[count] the same numbers in float32, from their first 32 bits."""
     first, _ = _key(*key)
-    numbers = np.arange(count, dtype=np.uint32)  # products wrap around, as `mixed` has them do
-    for half in (first & _LOW, first >> 32):
-        numbers ^= np.uint32(half)
-        for factor, shift in ((0x7FEB352D, 16), (0x846CA68B, 15)):
-            numbers ^= numbers >> np.uint32(shift)
-            numbers *= np.uint32(factor)
-        numbers ^= numbers >> np.uint32(16)
-    return numbers.astype(np.float32) * np.float32(2.0**-32)
+    numbers = np.arange(count, dtype=np.uint32)  # `mixed` keeps numbers below 2^32, so nothing is lost
+    high = mixed(mixed(numbers ^ np.uint32(first & _LOW)) ^ np.uint32(first >> 32))
+    return high.astype(np.float32) * np.float32(2.0**-32)
 
 
 def gumbel(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from operator import index
 from typing import Any, SupportsIndex, TypeAlias
 
@@ -13,7 +14,7 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
 
 
 PARTS = (".text", "['text']", '["text"]')  # in a template that takes a message's parts; others take strings
-ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a chat template names
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def encode(prompt: Prompt, tokenizer: Any, name: str, raw: bool = False) -> list[int]:
@@ -55,8 +56,10 @@ def _apply_template(messages: Sequence[Any], tokenizer: Any, name: str) -> list[
             "it is, or set tokenizer.chat_template."
         )
     for number, message in enumerate(messages):
-        if message["role"] not in ROLES and message["role"] not in str(template):
-            raise InputError(f"message {number} has the role {message['role']!r}. Use one of {', '.join(ROLES)}.")
+        role = message["role"]  # a template may take others, but hardly one that is a slip of the keyboard
+        near = get_close_matches(role, ROLES, n=1, cutoff=0.7)
+        if role not in ROLES and near and role not in str(template):
+            raise InputError(f"message {number} has the role {role!r}. Did you mean {near[0]!r}?")
     if not any(mark in str(template) for mark in PARTS):
         messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
     try:

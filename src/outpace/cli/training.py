@@ -162,7 +162,7 @@ def train(
         word = "" if speed >= WORTHWHILE else ": not worth using here"
         console.print(
             f"{name}: about {expected:.2f} tokens per step on similar prompts with large draft trees, "
-            f"{speed:.2f} times plain decoding if rows cost nothing, as hardly on a CPU{word}"
+            f"{speed:.2f} times plain decoding where extra rows cost nothing, as on a GPU{word}"
         )
     typer.echo(f"saved in {out}. To use them:", err=True)
     for kind in kinds:

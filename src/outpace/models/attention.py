@@ -298,12 +298,13 @@ def _start_exactly(
     processors = device_of(query.device)[0]
     groups = _groups(lists.span)
     live = _live(lists.span)
+    size_of_sums = 4 * live * TOGETHER * query.numel()  # bytes, if each program walked one split
     walk = 1
     if programs * units * live >= JOIN * processors:
         walk = TOGETHER
-    elif 4 * live * TOGETHER * query.numel() >= SUMS:
+    elif size_of_sums >= SUMS:
         # Half a group keeps more processors busy, if the text is long and the sums are not too many.
-        walk = TOGETHER // 2 if groups > FEW and 4 * live * TOGETHER * query.numel() < 2 * SUMS else TOGETHER
+        walk = TOGETHER // 2 if groups > FEW and size_of_sums < 2 * SUMS else TOGETHER
     splits = groups * {1: TOGETHER, TOGETHER: 1}.get(walk, walk + 1)  # sums that are stored
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
