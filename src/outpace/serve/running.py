@@ -22,6 +22,7 @@ from .settings import Settings, Source
 
 log = logging.getLogger("outpace.serve")
 PATIENCE = 2  # seconds for connections to close after all sequences have ended
+UNREAD = 8  # times max_headers: larger headers close the connection, unread; up to there the guard says why
 IDLE = 75  # seconds until an idle connection is closed: after clients do, who would fail if they still used it
 
 
@@ -38,7 +39,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 http="h11",
-                h11_max_incomplete_event_size=settings.max_headers,
+                h11_max_incomplete_event_size=UNREAD * settings.max_headers,
                 timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=PATIENCE,
                 server_header=False,
