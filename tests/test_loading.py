@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from huggingface_hub import HfApi, constants
 
 from outpace import InputError, ModelError, UnknownNameError, load
 from outpace.models import loading
+from outpace.models.loading import of_hub
 
 from .models import tiny
 
@@ -97,3 +101,33 @@ def test_an_older_version_left_no_gguf_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(loading.bundled, "_fetch", lambda entry, staging: fetched)
     (tmp_path / entry.name).mkdir()
     assert loading.bundled.ensure_gguf(entry.name, tmp_path).read_bytes() == b"GGUF"
+
+
+class TestHub:
+    ID = "somebody/some-model"
+
+    def test_without_a_network(self) -> None:
+        with pytest.raises(ModelError, match=r"http://127.0.0.1:9 cannot be reached.*Give a model folder"):
+            of_hub(self.ID, HfApi("http://127.0.0.1:9"))
+
+    def test_without_a_network_downloaded_files_are_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        known = tmp_path / "models--somebody--some-model"
+        for file, text in (("refs/main", "abc"), ("snapshots/abc/config.json", "{}")):
+            (known / file).parent.mkdir(parents=True)
+            (known / file).write_text(text)
+        assert of_hub(self.ID, HfApi("http://127.0.0.1:9")) == str(known / "snapshots" / "abc")
+
+    @pytest.mark.parametrize("status", [200, 401, 404])
+    def test_any_answer_is_left_to_transformers(self, status: int) -> None:
+        class Answers(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(b'{"id": "somebody/some-model"}')
+
+        with HTTPServer(("127.0.0.1", 0), Answers) as server:
+            thread = Thread(target=server.handle_request)
+            thread.start()
+            assert of_hub(self.ID, HfApi(f"http://127.0.0.1:{server.server_port}")) == self.ID
+            thread.join()

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -243,6 +244,25 @@ def _find(name: str) -> str:
         raise ModelError(f"{path} is a file, but not *.gguf. Give the folder that contains it.")
     if not bundled.may_be_hub_id(name):
         raise UnknownNameError("model", name, bundled.NAMES, bundled.NOT_FOUND)
+    return of_hub(name, HfApi())
+
+
+def of_hub(name: str, hub: HfApi) -> str:
+    """The hub id itself; if the hub does not answer, the folder of its downloaded files.
+
+    transformers would try again for minutes.
+    """
+    try:
+        hub.model_info(name, timeout=10)
+    except Exception as error:  # its type depends on the version of huggingface_hub
+        if getattr(error, "response", None) is None:  # the hub has not answered
+            config = try_to_load_from_cache(name, "config.json")
+            if not isinstance(config, str):
+                raise ModelError(
+                    f"model {name!r} is no folder here, and {hub.endpoint} cannot be reached to download it "
+                    f"({_reason(error)}) Give a model folder, or try again with a network."
+                ) from error
+            return str(Path(config).parent)
     return name
 
 
