@@ -39,7 +39,7 @@ from outpace.runtime import calibrate, program
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.sizes import AGAIN, LONGEST, TRIED, WAIT, Arm, Gains, Sizes
 from outpace.sources.recycle import SALTS, Recycle
-from outpace.step.chances import CUTS, FREE, KNOTS, SOURCES, Chances
+from outpace.step.chances import CUTS, FREE, KNOTS, LOWEST, SOURCES, Chances
 from outpace.step.nodes import NEVER, believed, knots_of, plant
 
 from .models import examples, mostly_slow, tiny, tiny_chain
@@ -81,6 +81,16 @@ def test_what_is_believed_follows_the_counts_and_never_rises(draw: random.Random
         assert (knots_of(said) < KNOTS).all()
     never = torch.full((1, 1), NEVER)
     assert believed(never, torch.ones(1, 1, dtype=torch.long), torch.tensor(table)).item() == NEVER
+
+
+def test_the_least_likely_tokens_are_still_told_apart() -> None:
+    chances = Chances(["model", "lookup"])
+    chances.count([1] * 4000, [KNOTS - 1] * 4000, [False] * 4000)
+    said = torch.tensor([[LOWEST, LOWEST - 1.0, LOWEST - 5.0]])
+    found = believed(said, torch.ones_like(said, dtype=torch.long), torch.tensor(chances.table()))
+    assert torch.allclose(found - found[:, :1], said - said[:, :1])
+    beliefs = Beliefs(chances)
+    assert beliefs.of("lookup", 1e-4) == pytest.approx(10 * beliefs.of("lookup", 1e-5))
 
 
 def test_counts_fade_and_many_of_them_outweigh_what_was_said() -> None:

@@ -16,13 +16,13 @@ from outpace import AdaDecode, Auto, Decoder, DraftModel, Lookahead, Method, Pro
 from outpace.draft import Draft, Step
 from outpace.heads import BlockHeads
 from outpace.heads.block import Guesses, feelings
-from outpace.methods.headed import FLOOR, LONGEST, REACH
+from outpace.methods.headed import FLOOR, LONGEST, PLACES, REACH
 from outpace.models.hf import HFModel
 from outpace.picking import Picker, likeliest
 from outpace.runtime import program
 from outpace.runtime.graphs import GraphEngine
 from outpace.sources.heads import CANDIDATES, HeadGuesses, PairedGuesses, SequentialGuesses, likely_paths
-from outpace.sources.history import PLACES, History, matches
+from outpace.sources.history import History, matches
 from outpace.sources.jacobi import Jacobi
 from outpace.sources.ngrams import NONE, Ngrams
 from outpace.sources.prediction import Predicted, Prediction

@@ -24,10 +24,10 @@ from outpace import (
     SelfSpeculative,
 )
 from outpace.methods.auto import FLOOR, MEMORY, NODES
-from outpace.methods.headed import REACH, Ready
+from outpace.methods.headed import PLACES, REACH, Ready
 from outpace.models.hf import HFModel
 from outpace.sources.base import Plan, Source
-from outpace.sources.history import PLACES, History
+from outpace.sources.history import History
 from outpace.sources.recycle import Recycle
 from outpace.sources.window import Settings, Window
 from outpace.step.chances import Chances

@@ -27,12 +27,12 @@ from ..runtime.plain import Asking, Engine, Question, Work, alone
 from ..sources.base import Climbing, Plan, Source
 from ..sources.exits import ExitGuesses
 from ..sources.heads import alone as alone_in_a_lane
-from ..sources.history import PLACES, History
+from ..sources.history import History
 from ..step.nodes import Nodes, Rows, plant
 from ..step.texts import Texts
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, Size
-from .headed import FLOOR, LONGEST, REACH, Ready, shipped
+from .headed import FLOOR, LONGEST, PLACES, REACH, Ready, shipped
 from .leaving import Calibrated, Control, Counts, Fixed, Guard, choose, costs_of
 from .staircase import Staircase
 

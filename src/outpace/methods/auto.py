@@ -20,13 +20,13 @@ from ..pool import Sequence as Text
 from ..runtime.calibrate import glance, remembered
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
-from ..sources.history import PLACES, STORED, History
+from ..sources.history import STORED, History
 from ..sources.recycle import SALTS, Recycle
 from .amphista import Amphista
 from .base import Drafter, Method
 from .beliefs import Beliefs
 from .block import Block
-from .headed import REACH, Headed, Ready, check_width, guesses_of, load_heads, paths_of, shipped
+from .headed import PLACES, REACH, Headed, Ready, check_width, guesses_of, load_heads, paths_of, shipped
 from .hydra import Hydra
 from .medusa import Medusa
 from .ngrams import MEMORY, RECYCLED, RUNNER_UP, Recycled
@@ -37,7 +37,7 @@ from .store import Store, earlier, make_store
 LONGEST = 16  # how many of the sequence's last tokens lookup compares
 FLOOR = 0.02  # the least probability of a draft token from lookup
 RANKS = 8  # successors stored for each token
-RUNNERS = 7  # runners-up at the root
+RUNNERS = 4  # runners-up at the root, each also with a successor
 SIZES = (1, 16)  # rows of a step, besides the most
 # Where the host drafts:
 TRIAL = 16  # steps after which it is checked whether a method pays
@@ -98,16 +98,16 @@ class Auto(Method):
 
     def plan(self, engine: Engine) -> Plan:
         heads = self.heads.heads if self.heads else None
-        left = NODES - PLACES * REACH
+        left = NODES - PLACES * REACH - 2 * RUNNERS
         known = earlier(self.store, engine.model)
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if heads is not None:
                 top = min(HEADED[heads.kind].top, engine.model.vocabulary)
-                paths = paths_of(self.heads, top, left * 5 // 8)
+                paths = paths_of(self.heads, top, left * 3 // 4)
                 found.append(guesses_of(heads, engine, paths, lanes, top))
-            recycled = left - 2 * RUNNERS - sum(source.nodes for source in found)
+            recycled = left - sum(source.nodes for source in found)
             places = PLACES // 2 if known else PLACES  # half for the sequence, half for the store
             found.append(History(LONGEST, REACH, places, NAME, device, FLOOR))
             if known:

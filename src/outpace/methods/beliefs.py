@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from math import exp, log2
 
-from ..step.chances import HALVING, KNOTS, Chances
+from ..step.chances import HALVING, KNOTS, SAID, Chances
 
+LEAST = float(SAID[-1])  # the probability at the last knot
 NEWS = 64  # draft tokens counted before the table is rebuilt
 
 
@@ -33,7 +34,7 @@ class Beliefs:
         place = min(-HALVING * log2(said), KNOTS - 1.0) if said > 0 else KNOTS - 1.0
         left = min(int(place), KNOTS - 2)
         logs = self._logs[self._number[source]]
-        return exp(logs[left] + (logs[left + 1] - logs[left]) * (place - left))
+        return exp(logs[left] + (logs[left + 1] - logs[left]) * (place - left)) * min(1.0, said / LEAST)
 
     def learn(self, sources: Sequence[str], said: Sequence[float], right: Container[int]) -> None:
         """Count draft tokens: their sources, the sources' estimates, and the indices of accepted ones."""

@@ -27,13 +27,13 @@ from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
 from ..sources.heads import CANDIDATES, HeadGuesses, PairedGuesses, SequentialGuesses, likely_paths, make_places
-from ..sources.history import PLACES
 from ..sources.history import History as Repeated
 from ..sources.recycle import Recycle
 from .base import Drafter, Method, prices_of
 from .ngrams import History, Recycled
 
-LONGEST, REACH, FLOOR = 4, 16, 0.02  # of lookup: longest match, tokens ahead, the least probability
+LONGEST, FLOOR = 4, 0.02  # of lookup: longest match, the least probability of a draft token
+PLACES, REACH = 4, 31  # how many matches lookup continues, and how far: exact mode's drafts are at most 31 deep
 BEAM = 8  # beam in a program, for heads that depend on each other
 NODES = 4  # draft tokens considered per row: with the 256 of 64 rows, building the tree is fast
 CONSIDERED = 1.5  # at least this many of them from heads

@@ -1,7 +1,8 @@
 """Acceptance rates by source and by the source's own estimate, counted while decoding.
 
 A source estimates the probability of each of its draft tokens, and may be wrong for this model or kind of text. The
-counts correct it, along a curve for each source with knots at probabilities 1, 0.7, 0.5, 0.35, …
+counts correct it, along a curve for each source with knots at probabilities 1, 0.7, 0.5, 0.35, … Below the last knot,
+estimates are corrected by the same factor as there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 KNOTS = 16  # of a curve
 HALVING = 2  # knots per halving of the probability
 SAID = 0.5 ** (np.arange(KNOTS) / HALVING)  # the probability at each knot
+LOWEST = float(np.log(SAID[-1]))  # the log probability at the last knot
 PRIOR = 8.0  # weight of the source's own estimate, in draft tokens
 MEMORY = 2048.0  # draft tokens remembered per knot; older ones fade
 NEWS = 256  # draft tokens counted before the table is rebuilt

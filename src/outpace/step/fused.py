@@ -12,7 +12,7 @@ import torch
 
 from ..models.best import find_best
 from ..models.launching import early
-from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, SOURCES
+from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, LOWEST, SOURCES
 from .choosing import Choices
 from .lanes import Lanes
 from .nodes import DEEPER, LATER, MUST, NEVER, Nodes, Rows
@@ -107,6 +107,7 @@ def plant(
             LEARNED=learned,
             KNOTS=KNOTS,
             HALVING=HALVING,
+            LOWEST=LOWEST,
             SOURCES=SOURCES,
             COSTLY=learned and costly,
         )

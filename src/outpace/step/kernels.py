@@ -45,8 +45,8 @@ def join(
     if GIVEN:
         number = tl.load(sources + lane * source_line + node, mask=there)
     tl.store(all_sources + place, number, mask=there)
-    for depth in tl.static_range(DEEP):
-        way = tl.load(paths + lane * path_line + node * path_node + depth, mask=there & (depth < FROM), other=0)
+    for depth in tl.static_range(FROM):  # beyond, no node of this offer is read
+        way = tl.load(paths + lane * path_line + node * path_node + depth, mask=there, other=0)
         tl.store(all_paths + place * DEEP + depth, way, mask=there)
 
 
@@ -61,7 +61,7 @@ def compare(
     keys, found, unique, hashes, likely_sources, nodes, least,
     NODES: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr, MUST: tl.constexpr,
     DEEPER: tl.constexpr, LATER: tl.constexpr, LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr,
-    SOURCES: tl.constexpr, COSTLY: tl.constexpr,
+    LOWEST: tl.constexpr, SOURCES: tl.constexpr, COSTLY: tl.constexpr,
 ):  # fmt: skip
     """PART nodes of a lane: their keys, by which they are ranked, and which other nodes have the same path.
 
@@ -91,7 +91,7 @@ def compare(
         left = tl.minimum(at.to(tl.int32), KNOTS - 2)
         low = tl.load(table + source * KNOTS + left)
         high = tl.load(table + source * KNOTS + left + 1)
-        believed = low + (high - low) * (at - left)
+        believed = low + (high - low) * (at - left) + tl.minimum(chance - LOWEST, 0.0)
         chance = tl.where(probe | (chance == float("-inf")), chance, believed)
         source += SOURCES * (at + 0.5).to(tl.int64)
     likeliest = tl.max(tl.where(probe, float("-inf"), chance), 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, SOURCES
+from .chances import CUTS, EXPECTED, FREE, HALVING, KNOTS, LOWEST, SOURCES
 
 NEVER = -torch.inf
 MUST = 1e4  # larger than any log probability in size
@@ -220,7 +220,7 @@ def believed(chances: torch.Tensor, sources: torch.Tensor, table: torch.Tensor) 
     at = sources * KNOTS + left
     curve = table.flatten()
     low, high = curve[at], curve[at + 1]
-    found = low + (high - low) * (place - left)
+    found = low + (high - low) * (place - left) + (chances - LOWEST).clamp(max=0.0)
     return torch.where(chances > NEVER, found, NEVER)
 
 
