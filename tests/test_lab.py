@@ -197,6 +197,7 @@ def test_replay_counts_the_steps_that_decoding_takes(wide: Path, trained: Path, 
         ),
         ("sampling", [], r"greedy\W.*1\.000"),
         ("steps", ["--only", "jacobi"], r"jacobi(\W+\d\.\d\d){4}"),
+        ("ablate", ["--only", "auto without", "the same, no rec"], r"auto without heads(\W+\d\.\d\d){4}"),
         ("prices", ["--runtime", "plain", "--rows", 1, 2, "--repeats", 1], r"float32, exact, plain(\W+\d+\.\d){2}"),
     ],
 )
@@ -274,8 +275,9 @@ def test_a_dense_mask_shows_what_slot_lists_do(fused: bool) -> None:
 
 def test_every_ablation_has_its_sources() -> None:
     from lab.methods import Parts, ablations
+    from lab.models import Setup
 
-    for method in ablations().values():
+    for method in ablations(Setup(None, None, {})).values():
         if isinstance(method, Parts):
             sources = method.plan(None).sources(2, torch.device(DEVICE))
             assert len(sources) == bool(method.window) + bool(method.history) + bool(method.ranks)

@@ -2,7 +2,8 @@
 
     python scripts/lab speeds    --model DIR --data FILE --transformers  tokens/s by method and task
     python scripts/lab speeds    ... --only lookahead amphista --parts   and where the time of a step goes
-    python scripts/lab ablate    --model DIR --data FILE --times 1   tokens per step without some of the sources
+    python scripts/lab ablate    --model DIR --data FILE --times 1   tokens per step of `auto`'s trees on a GPU, and
+                                                                     of trees without some of the sources
     python scripts/lab together  --model DIR --data FILE --times 8   throughput of 1, 4, 16 and 64 sequences
     python scripts/lab modes     --model DIR --data FILE --times 8   `auto` in exact mode beside fast mode, in turns
     python scripts/lab sampling  --model DIR --data FILE --times 8   plain sampling beside plain greedy decoding
@@ -48,7 +49,7 @@ COMMANDS = {
     **{part.__name__: part for part in (graphs.shape, graphs.masks, graphs.prices, replaying.replay)},
     **{part.__name__: part for part in (kernels.kernels, quantized.packed, papers.reproduce, papers.accuracies)},
 }
-ON_GPUS = ("shape", "masks", "kernels", "ablate")
+ON_GPUS = ("shape", "masks", "kernels")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

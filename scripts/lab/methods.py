@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,12 +170,25 @@ class Parts(Method):
         raise NotImplementedError("these sources need a GPU")
 
 
-def ablations() -> dict[str, Method]:
-    """`auto` without heads, and trees without some of its sources."""
-    return {
+class Largest(Auto):
+    """`auto` with the most rows in every step, whatever they cost, which forgets what it learnt."""
+
+    def plan(self, engine: Any) -> Plan:
+        return replace(super().plan(engine), sizes=(), learned=Chances)
+
+
+def ablations(setup: Setup) -> dict[str, Method]:
+    """`auto` with and without heads, and trees without some of its sources."""
+    found: dict[str, Method] = {}
+    for kind in ("block", "amphista"):
+        if kind in setup.heads:
+            heads = setup.heads[kind]
+            found[f"auto with {kind}"] = Largest(heads=heads)
+            found[f"{kind} with lookup, recycled"] = HEADED[kind](heads=heads, recycled=8, priced=False)
+    return found | {
         "lookahead (7, 4, 7)": Lookahead(window=7, ngram=4, guesses=7),
         "the same, its window not recycled": Lookahead(window=7, ngram=4, guesses=7, recycle=False),
-        "auto without heads": Auto(heads=False),
+        "auto without heads": Largest(heads=False),
         "history, recycling, runners-up": Parts(),
         "the same, nothing carried": Parts(carried=False),
         "the same, matches of 4 at most": Parts(history=4),

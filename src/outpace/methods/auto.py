@@ -35,7 +35,7 @@ from .prompt_lookup import NAME, Looking, PromptLookup
 from .store import Store, earlier, make_store
 
 LONGEST = 16  # how many of the sequence's last tokens lookup compares
-FLOOR = 0.02  # the least probability of a draft token from lookup
+FLOOR = 0.005  # the least probability of a draft token from lookup
 RANKS = 8  # successors stored for each token
 RUNNERS = 4  # runners-up at the root, each also with a successor
 SIZES = (1, 16)  # rows of a step, besides the most
