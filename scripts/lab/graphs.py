@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -35,9 +36,9 @@ READING = 4.48e12  # bytes per second that an H200 reads
 ROWS = (1, 8, 32, 64, 128)
 
 
-def keep_programs(count: int) -> None:
-    """Keep this many captured programs, to compare more methods than usual."""
-    graphs.PROGRAMS = count
+def keeping_programs(count: int) -> AbstractContextManager[Any]:
+    """Meanwhile, keep this many captured programs, to compare more methods than usual."""
+    return patch.object(graphs, "PROGRAMS", count)
 
 
 def median_ms(run: Callable[[], Any], repeats: int = 20) -> float:

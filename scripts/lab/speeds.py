@@ -189,12 +189,12 @@ def speeds(arguments: argparse.Namespace) -> None:
 
 def ablate(arguments: argparse.Namespace) -> None:
     """Tokens per step of trees without some of the sources. On a CPU too, trees are those of a GPU."""
-    graphs.keep_programs(32)  # of all of them
     setup = set_up(arguments)
     decoder = setup.decoder
     if not isinstance(decoder.engine, GraphEngine):
         decoder.engine = GraphEngine(decoder.model, compiled=False, capacity=4 * decoder.model.context)
-    runs = measured(setup, named(ablations(setup), arguments.only), arguments, out=arguments.out)
+    with graphs.keeping_programs(32):  # those of all methods
+        runs = measured(setup, named(ablations(setup), arguments.only), arguments, out=arguments.out)
     CONSOLE.print(task_table(runs, "tokens/step", acceptance), speed_table(runs))
 
 
