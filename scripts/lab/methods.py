@@ -171,7 +171,7 @@ class Parts(Method):
 
 
 class Largest(Auto):
-    """`auto` with the most rows in every step, whatever they cost, which forgets what it learnt."""
+    """`auto` with the most rows in every step, whatever they cost. It learns acceptance anew."""
 
     def plan(self, engine: Any) -> Plan:
         return replace(super().plan(engine), sizes=(), learned=Chances)

@@ -104,7 +104,6 @@ _REMEDIES = {
 }
 
 
-_OF_LOAD = ("tokenizer", "method", "dtype", "device", "weights", "runtime", "exact", "memory")
 # The same for `outpace.load`.
 _AT_LOAD = {
     "torch_dtype": "Use dtype.",
@@ -116,6 +115,9 @@ _AT_LOAD = {
         "Load the model with transformers, and pass it and its tokenizer to outpace.load.",
     ),
 }
+
+
+_OF_LOAD = ("tokenizer", "method", "dtype", "device", "weights", "runtime", "exact", "memory")
 
 
 def check_settings(method: str | Method | None, given: Mapping[str, Any]) -> None:
