@@ -93,6 +93,22 @@ def test_what_is_given_wins_and_the_rest_is_the_models() -> None:
     assert found == theirs(model, PROMPT, logits_processor=[mine])
 
 
+@pytest.mark.parametrize(
+    ("wishes", "times"), [({}, 1), ({"repetition_penalty": 1.3}, 1), ({"suppress_tokens": [3]}, 4)]
+)
+def test_transformers_is_asked_once_if_it_has_nothing_to_add(
+    wishes: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies the prompt to the device, which takes time before every sequence."""
+    model, asked = model_with(**wishes), []
+    real = model._get_logits_processor
+    monkeypatch.setattr(model, "_get_logits_processor", lambda *given, **more: asked.append(1) or real(*given, **more))
+    decoder = Decoder(model)
+    for _ in range(3):
+        decoder.generate(PROMPT, max_new_tokens=2)
+    assert len(asked) == times
+
+
 def test_a_decoder_takes_the_settings_as_they_are_now() -> None:
     model = model_with(repetition_penalty=1.3)
     expected = theirs(model, PROMPT)

@@ -12,6 +12,7 @@ import torch
 
 import outpace
 from outpace import Amphista, Autoregressive, Decoder, Lookahead, Method, ModelError, UnsupportedModel
+from outpace.models.adapters import Watch
 from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
 
@@ -105,6 +106,25 @@ def test_weights_that_were_trained_on_are_noticed() -> None:
     found = decoder.generate(longer, max_new_tokens=12)
     assert found.reused == 0
     assert found.token_ids == Decoder(model, method="autoregressive").generate(longer, max_new_tokens=12).token_ids
+
+
+def test_every_change_of_weights_and_modules_is_noticed() -> None:
+    model = copy.deepcopy(tiny("Llama"))
+    watch = Watch(model)
+    layer = model.model.layers[0].mlp
+    stamps = [(watch.adapters(), watch.stamp())]
+    assert (watch.adapters(), watch.stamp()) == stamps[0]
+    with torch.no_grad():
+        layer.up_proj.weight.add_(0.5)
+    stamps.append((watch.adapters(), watch.stamp()))
+    layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.clone())
+    stamps.append((watch.adapters(), watch.stamp()))
+    layer.gate_proj = copy.deepcopy(layer.gate_proj)
+    stamps.append((watch.adapters(), watch.stamp()))
+    with torch.no_grad():
+        layer.gate_proj.weight.add_(0.5)  # of the new module
+    stamps.append((watch.adapters(), watch.stamp()))
+    assert len({*stamps}) == 5
 
 
 def with_lora(model: Any, seed: int = 0) -> Any:

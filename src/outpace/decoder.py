@@ -18,7 +18,7 @@ from .grammar import Constraint, Grammar, words_of
 from .loop import Extras, Hint, decode
 from .methods import DEFAULT, Method, make
 from .models.adapter import Model
-from .models.adapters import adapters_of, base_of, stamp_of
+from .models.adapters import Watch, base_of
 from .models.defaults import Defaults
 from .models.hf import HFModel
 from .models.loading import load as load_model
@@ -94,7 +94,8 @@ class Decoder:
     def _take_model(self) -> None:
         """Create the engine for the model as it is now."""
         ours = hasattr(self._given, "config")
-        self._adapters = adapters_of(self._given) if ours else ()
+        self._watch = Watch(self._given) if ours else None
+        self._adapters = () if self._watch is None else self._watch.adapters()
         self._stamp = 0
         self.engine = self._runtime(HFModel(self._given) if ours else self._given)
         self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
@@ -108,14 +109,14 @@ class Decoder:
 
     def _follow(self) -> None:
         """Recreate the engine if adapters were switched; drop cached KV if weights have changed."""
-        if not hasattr(self._given, "config"):
+        if self._watch is None:
             return
-        if adapters_of(self._given) != self._adapters:
+        if self._watch.adapters() != self._adapters:
             if not self._grows:
                 raise InputError("the model's adapters were switched. Create a new Decoder on all ranks.")
             del self.engine  # to free its memory
             self._take_model()
-        stamp = stamp_of(self._given)
+        stamp = self._watch.stamp()
         if stamp != self._stamp:
             self._stamp = stamp
             with self.engine.turns:

@@ -274,12 +274,13 @@ class Pool:
         """Drop a kept sequence."""
         self._ended = [other for other in self._ended if other is not sequence]
         self._listed -= len(sequence.slots)
+        freed = []
         for slot in sequence.slots:
             self._keepers[slot] -= 1
             if not self._keepers[slot] and not self._owners[slot]:
-                heapq.heappush(self._free, slot)
-                self.kept -= 1
-        self._lower()
+                freed.append(slot)
+        self.kept -= len(freed)
+        self._reuse(freed)
 
     def forget_all(self) -> None:
         """Drop all kept sequences."""
@@ -312,19 +313,24 @@ class Pool:
 
     def free(self, slots: Items[int]) -> None:
         """Free slots. Those that another sequence shares stay taken."""
+        owners, keepers = self._owners, self._keepers
         for slot in slots:
-            self._owners[slot] -= 1
-            if not self._owners[slot]:
-                self.held -= 1
-                if self._keepers[slot]:
-                    self.kept += 1
-                else:
-                    heapq.heappush(self._free, slot)
-        self._lower()
+            owners[slot] -= 1
+        left = [slot for slot in slots if not owners[slot]]
+        freed = [slot for slot in left if not keepers[slot]]
+        self.held -= len(left)
+        self.kept += len(left) - len(freed)
+        self._reuse(freed)
 
-    def _lower(self) -> None:
-        while self.used and not self._owners[self.used - 1] and not self._keepers[self.used - 1]:
-            self.used -= 1
+    def _reuse(self, freed: Items[int]) -> None:
+        """Offer slots again that nobody has. Those behind the last taken one are as good as never used."""
+        owners, keepers, used = self._owners, self._keepers, self.used
+        while used and not owners[used - 1] and not keepers[used - 1]:
+            used -= 1
+        self.used = used
+        for slot in freed:
+            if slot < used:
+                heapq.heappush(self._free, slot)
 
     @torch.inference_mode()
     def wipe(self, slots: Items[int], start: int = 0) -> None:

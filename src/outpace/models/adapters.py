@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +38,38 @@ def base_of(model: Any) -> Any:
     return model.get_base_model()
 
 
-def adapters_of(model: Any) -> tuple[object, ...]:
-    """A model's adapters, and which of them are active, layer by layer."""
-    layers = [module for module in _modules(model) if "merged_adapters" in vars(module)]
-    return tuple(
-        (id(layer), bool(layer.disable_adapters), *map(str, layer.active_adapters), len(layer.merged_adapters))
-        for layer in layers
-    )
+class Watch:
+    """Notices changes to a model that a Decoder uses.
 
+    Asked before every sequence, while the device waits: walking 400 modules would take a millisecond. So what was found
+    there is kept, and compared: all modules' own dictionaries of children and weights stay the same objects.
+    """
 
-def stamp_of(model: Any) -> int:
-    """A number that changes with the weights, except for changes through `.data`, which torch does not track."""
-    return hash(tuple(_versions(model)))
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._walk()
 
+    def adapters(self) -> tuple[object, ...]:
+        """The model's adapters, and which of them are active, layer by layer."""
+        if [[*children.values()] for children in self._children] != self._known:
+            self._walk()
+        return tuple(
+            (id(layer), bool(layer.disable_adapters), *map(str, layer.active_adapters), len(layer.merged_adapters))
+            for layer in self._adapted
+        )
 
-def _modules(model: Any) -> list[Any]:
-    """All modules of a model, without their names: with them, `modules()` takes milliseconds for every sequence."""
-    found = {id(model): model}
-    waiting = [model]
-    while waiting:
-        for child in waiting.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                waiting.append(child)
-    return [*found.values()]
+    def stamp(self) -> int:
+        """A number that changes with the weights, except for changes through `.data`, which torch does not track.
 
+        Of the modules that `adapters` has seen.
+        """
+        weights = [weight for own in self._weights for weight in own.values() if weight is not None]
+        versions = [weight._version for weight in weights if not weight.is_inference()]
+        return hash((*map(id, weights), *versions))
 
-def _versions(model: Any) -> Iterator[tuple[int, int]]:
-    for module in _modules(model):
-        for weight in module._parameters.values():
-            if weight is not None:
-                yield id(weight), 0 if weight.is_inference() else weight._version
+    def _walk(self) -> None:
+        modules = [*self._model.modules()]
+        self._children: list[dict[str, Any]] = [module._modules for module in modules]
+        self._known = [[*children.values()] for children in self._children]
+        self._weights: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._adapted: list[Any] = [module for module in modules if "merged_adapters" in vars(module)]

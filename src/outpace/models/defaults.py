@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from ..errors import OutpaceWarning
 from ..picking import Sampling
+from ..sending import move
 
 # What transformers applies before the penalty; our own penalty comes first.
 _BEFORE_PENALTY = ("guidance_scale", "sequence_bias", "encoder_repetition_penalty")
@@ -26,7 +28,7 @@ class Defaults:
     def __init__(self, model: Any, ends: Sequence[int], device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._config = copy.deepcopy(getattr(model, "generation_config", None))
+        self._config: Any = copy.deepcopy(getattr(model, "generation_config", None))
         if self._config is None:
             return
         left = [name for name in (*_OTHER_WAYS, *_OTHER_ENDS) if getattr(self._config, name, None) not in (None, False)]
@@ -52,21 +54,34 @@ class Defaults:
                 "the model's generation_config asks for sampling (do_sample=True); Outpace decodes greedily unless it "
                 "is given a Sampling, such as outpace.Sampling(temperature=0.7)."
             )
-        config = copy.copy(self._config)
-        config.max_length = len(prompt) + max_new_tokens
-        own = sampling.repetition_penalty
+        own, penalty = sampling.repetition_penalty, self._config.repetition_penalty
         if own is None and not self._in_order(sampling):
-            own = config.repetition_penalty
-        if own is not None:
-            config.repetition_penalty = None
-        processors = self._model._get_logits_processor(
+            own = penalty
+        penalty = None if own is not None else penalty
+        processors = sampling.processors
+        if self._has_more or penalty is not None:
+            processors = self._processors(prompt, max_new_tokens, penalty, processors)
+        return replace(sampling, repetition_penalty=own, processors=processors)
+
+    @cached_property
+    def _has_more(self) -> bool:
+        """Whether there are processors other than a repetition penalty."""
+        return bool(self._processors([0], 1, None, ()))
+
+    def _processors(
+        self, prompt: Sequence[int], max_new_tokens: int, penalty: float | None, given: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Transformers' processors for a sequence, and the user's."""
+        config = copy.copy(self._config)
+        config.max_length, config.repetition_penalty = len(prompt) + max_new_tokens, penalty
+        found = self._model._get_logits_processor(
             config,
             input_ids_seq_length=len(prompt),
-            encoder_input_ids=torch.tensor([list(prompt)], device=self._device),
-            logits_processor=list(sampling.processors),
+            encoder_input_ids=move(torch.tensor([list(prompt)]), self._device),
+            logits_processor=list(given),
             device=self._device,
         )
-        return replace(sampling, repetition_penalty=own, processors=tuple(processors))
+        return tuple(found)
 
     def _in_order(self, sampling: Sampling) -> bool:
         """Whether the penalty must stay among transformers' processors: after others, or replaced by the user's."""
