@@ -296,7 +296,8 @@ def memory(decoder: Decoder, arguments: argparse.Namespace) -> bool:
 def equal(decoder: Decoder, arguments: argparse.Namespace) -> bool:
     """Mixed requests at random times, some left by their clients: their texts are those of each request alone."""
     draw = random.Random(1)
-    texts = questions_of(decoder, arguments)
+    room = LENGTH // 2 - 64  # two of them may be turns of one request
+    texts = [text for text in questions_of(decoder, arguments) if len(decoder.encode(text)) < room]
     bodies = [mixed(draw, texts) for _ in range(arguments.requests)]
     rush = [{**body, "at": draw.random() * arguments.seconds} for body in bodies]
     quiet = [{name: value for name, value in body.items() if name != "leave"} for body in bodies]

@@ -21,7 +21,7 @@ import torch
 
 from outpace import InputError, PromptLookup, Sampling
 from outpace.runtime.graphs import GraphEngine
-from outpace.serve import streams
+from outpace.serve import streams, worker
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
 from outpace.serve.tools import BareCalls, Calls, Found
@@ -53,6 +53,12 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         found: Running = request.getfixturevalue("server")
         found.settle()
         assert not found.service._worker._jobs  # type: ignore[union-attr]
+
+
+def texts_of(server: Running, **fields: Any) -> list[str]:
+    """The text of each event that has some."""
+    deltas = [choice["delta"] for chunk in events(server.chat(**fields)) for choice in chunk["choices"]]
+    return [delta["content"] for delta in deltas if delta.get("content")]
 
 
 def events(answer: httpx.Response) -> list[Any]:
@@ -97,6 +103,41 @@ class TestChat:
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 12
         assert "usage" not in events(server.chat(stream=True))[-1]
+
+    def test_steps_are_collected_while_many_are_running(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first and the last come at once; the text is the same."""
+        monkeypatch.setattr(worker, "EACH", 0.0)
+        fields: dict[str, Any] = {"stream": True, "max_tokens": 40, "method": "autoregressive"}
+        one_by_one = texts_of(server, **fields)
+        monkeypatch.setattr(worker, "EACH", 1e9)
+        together = texts_of(server, **fields)
+        assert len(one_by_one) > 20
+        assert 1 <= len(together) <= 2  # the first step may end within a character
+        assert "".join(together) == "".join(one_by_one)
+        whole = server.chat(max_tokens=40, method="autoregressive").json()
+        assert whole["choices"][0]["message"]["content"] == "".join(one_by_one)
+        assert whole["usage"]["completion_tokens"] == 40
+
+    def test_what_is_collected_comes_before_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker, "EACH", 1e9)
+        with running(new_decoder(), max_texts=2) as server:
+            logits = server.service.decoder.engine.model.forward
+            steps = iter(range(100))
+
+            def fails(*given: Any, **more: Any) -> Any:
+                if next(steps) == 12:
+                    raise RuntimeError("no more")
+                return logits(*given, **more)
+
+            monkeypatch.setattr(server.service.decoder.engine.model, "forward", fails)
+            answer = server.chat(stream=True, max_tokens=40, method="autoregressive").text
+            monkeypatch.undo()
+            expected = server.text(max_tokens=40, method="autoregressive")
+        found = [json.loads(block.removeprefix("data: ")) for block in answer.strip().split("\n\n")]
+        written = "".join(choice["delta"].get("content", "") for chunk in found[:-1] for choice in chunk["choices"])
+        assert "error" in found[-1]
+        assert len(written) > 5
+        assert expected.startswith(written)
 
     @pytest.mark.parametrize(
         "fields",

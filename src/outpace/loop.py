@@ -217,6 +217,8 @@ def _cost(drafter: Drafter, draft: Draft, laps: dict[str, float], first: bool) -
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
     """The source of each token: who drafted it, or the model."""
+    if len(draft) == 1:
+        return (MODEL,) * len(verdict.tokens)
     children = (draft.child(row, token) for row, token in zip(verdict.rows, verdict.tokens, strict=True))
     return tuple(MODEL if child is None else draft.sources[child] for child in children)
 

@@ -37,7 +37,7 @@ from .store import Store, earlier, make_store
 LONGEST = 16  # how many of the sequence's last tokens lookup compares
 FLOOR = 0.005  # the least probability of a draft token from lookup
 RANKS = 8  # successors stored for each token
-RUNNERS = 4  # runners-up at the root, each also with a successor
+RUNNERS = 4  # runners-up at the root, each also with a successor; half of them beside heads
 SIZES = (1, 16)  # rows of a step, besides the most
 # Where the host drafts:
 TRIAL = 16  # steps after which it is checked whether a method pays
@@ -98,21 +98,22 @@ class Auto(Method):
 
     def plan(self, engine: Engine) -> Plan:
         heads = self.heads.heads if self.heads else None
-        left = NODES - PLACES * REACH - 2 * RUNNERS
+        runners = RUNNERS if heads is None else RUNNERS // 2
+        left = NODES - PLACES * REACH - 2 * runners
         known = earlier(self.store, engine.model)
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
             found: list[Source] = []
             if heads is not None:
                 top = min(HEADED[heads.kind].top, engine.model.vocabulary)
-                paths = paths_of(self.heads, top, left * 3 // 4)
+                paths = paths_of(self.heads, top, left * 4 // 5)
                 found.append(guesses_of(heads, engine, paths, lanes, top))
             recycled = left - sum(source.nodes for source in found)
             places = PLACES // 2 if known else PLACES  # half for the sequence, half for the store
             found.append(History(LONGEST, REACH, places, NAME, device, FLOOR))
             if known:
                 found.append(History(LONGEST, REACH, places, STORED, device, FLOOR, known.tokens))
-            found.append(Recycle(RANKS, max(32, recycled), lanes, device, MEMORY, RUNNERS, self.carried))
+            found.append(Recycle(RANKS, recycled, lanes, device, MEMORY, runners, self.carried))
             return found
 
         return Plan(sources, self.rows, sizes=SIZES, learned=partial(remembered, engine))

@@ -229,6 +229,8 @@ class Reply:
             steps: list[tuple[int, Step]] = []
             for place, item in await self._mailbox.take():
                 if isinstance(item, Exception):
+                    if steps:
+                        yield steps
                     raise fault_of(item)
                 steps.append((place, item))
                 left -= item.finish is not None

@@ -1,8 +1,11 @@
 """The decoding thread, which owns all sequences and runs their steps.
 
-Requests are added by `submit` and cancelled by `cancel`, from any thread. The tokens of a step are handed to the event
-loop in one call and wait in the mailboxes of their requests. A slow reader gets several steps at once, and delays
-nobody.
+Requests are added by `submit` and cancelled by `cancel`, from any thread. New tokens are handed to the event loop in
+one call and wait in the mailboxes of their requests. A slow reader gets several steps at once, and delays nobody.
+
+Python runs one thread at a time, and sending an event takes as long as deciding on one: with 64 readers, that would
+take longer than a step of the model. So a sequence's steps are collected for a short time, the longer the more there
+are (`EACH`). Its first step and its last are handed out at once.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +29,7 @@ from .faults import Fault, busy, not_ready, too_late
 
 log = logging.getLogger("outpace.serve")
 PATIENCE = 30  # the longest Retry-After, in seconds
+EACH = 0.0005  # seconds between two events of a sequence, for each running one: those take a quarter of the time
 
 
 class Order(NamedTuple):
@@ -65,6 +70,8 @@ class Job:
         self.arrived = monotonic()
         self.begun = self.first = self.last = 0.0
         self.stream: TextStream | None = None
+        self.steps: list[Step] = []  # not handed out yet
+        self.handed = -inf  # the time when the last ones were
         self.result = Result("", True, len(order.tokens))
         self.number: int | None = None  # in the batch
         self.ended = False
@@ -215,7 +222,7 @@ class Worker:
         return self._methods[name]
 
     def _hand_out(self, found: Sequence[tuple[Job, Step | Exception]]) -> None:
-        """Hand new steps to their mailboxes, in one call of the event loop."""
+        """Take in new steps, and hand those that are due to their mailboxes, in one call of the event loop."""
         now = monotonic()
         mail: dict[Mailbox, list[tuple[int, Step | Exception]]] = {}
         steps: list[tuple[Job, Step]] = []
@@ -223,16 +230,23 @@ class Worker:
             if job.ended:
                 continue
             if isinstance(item, Step):
-                item = with_text(item, job.stream)
-                job.result.take(item)
+                job.steps.append(item)
                 steps.append((job, item))
-                if item.finish is not None:
-                    self._end(job, item.finish)
+                if item.finish is None:
+                    continue
+                reason = item.finish
             else:
                 if not isinstance(item, Fault):
                     log.warning("a sequence ended with %s", type(item).__name__)
-                self._end(job, "error")
-            mail.setdefault(job.mailbox, []).append((job.place, item))
+                reason = "error"
+            mail.setdefault(job.mailbox, []).extend(self._due(job, now))
+            self._end(job, reason)
+            if not isinstance(item, Step):
+                mail[job.mailbox].append((job.place, item))
+        wait = EACH * len(self._jobs)
+        for job in self._jobs.values():
+            if job.steps and now - job.handed >= wait:
+                mail.setdefault(job.mailbox, []).extend(self._due(job, now))
         if steps:
             self.watch.stepped(sum(len(step.tokens) for _, step in steps), steps, now)
         by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
@@ -242,11 +256,20 @@ class Worker:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_deliver, [(box, mail[box]) for box in boxes])
 
+    def _due(self, job: Job, now: float) -> list[tuple[int, Step | Exception]]:
+        """The collected steps of a sequence; the last one has the text of all."""
+        steps, job.steps, job.handed = job.steps, [], now
+        steps[-1:] = [with_text(step, job.stream) for step in steps[-1:]]
+        for step in steps:
+            job.result.take(step)
+        return [(job.place, step) for step in steps]
+
     def _end(self, job: Job, reason: str) -> None:
         """End a sequence; if it was cancelled or failed, free its slots."""
         if job.ended:
             return
         job.ended = True
+        self._due(job, monotonic())  # counts them, if nobody waits for them any more
         if job.number is not None:
             del self._jobs[job.number]
             if reason in ("abort", "error"):
