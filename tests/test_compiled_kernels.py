@@ -26,8 +26,8 @@ LISTS = ("text", "length", "positions", "slots", "tree", "whose", "tiles")
 METHODS = ("plain", "auto with block", "auto with a store", "lookahead deep", "lookahead as published", "amphista")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], folder: Path, warps: int = 4) -> str:
-    """What ptxas says of it. Numbers are divisible by 16 as they are for common models."""
+def compiled(kernel: Any, constants: dict[str, Any], folder: Path, warps: int = 4) -> tuple[str, int]:
+    """What ptxas says of it, and its shared memory. Numbers are divisible by 16 as they are for common models."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -48,7 +48,7 @@ def compiled(kernel: Any, constants: dict[str, Any], folder: Path, warps: int = 
     code = folder / "kernel.ptx"
     code.write_text(made.asm["ptx"])
     command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(code), "-o", str(folder / "kernel.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr, made.metadata.shared
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -73,10 +73,13 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
         for columns, warps in ((attention.COLUMNS, 1), (size, 1), (size, 2)):
             made = {**shared, "HEADS": 4, "WALK": walk, "COLUMNS": columns}
             found["merge", walk, columns, warps] = compiled(kernels.merge_exactly, made, tmp_path, warps)
-    spilled = {kind: int(re.findall(r"(\d+) bytes spill stores", said)[-1]) for kind, said in found.items()}
+    spilled = {kind: int(re.findall(r"(\d+) bytes spill stores", said)[-1]) for kind, (said, _) in found.items()}
     some = spilled.pop(("merge", 1, size, 1))  # bytes of a thread, once for a row
     assert max(spilled.values()) <= 8, spilled
     assert some <= 32
+    for walk in (1, 2, attention.TOGETHER):  # two programs on a multiprocessor, which keeps a KiB for each
+        assert 2 * (found[64, walk][1] + 1024) <= 228 * 1024
+        assert 2 * 128 * int(re.findall(r"Used (\d+) registers", found[64, walk][0])[-1]) <= 65536
 
 
 @pytest.mark.parametrize("name", METHODS)

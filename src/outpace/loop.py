@@ -217,10 +217,12 @@ def _cost(drafter: Drafter, draft: Draft, laps: dict[str, float], first: bool) -
 
 def _sources(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
     """The source of each token: who drafted it, or the model."""
-    if len(draft) == 1:
-        return (MODEL,) * len(verdict.tokens)
-    children = (draft.child(row, token) for row, token in zip(verdict.rows, verdict.tokens, strict=True))
-    return tuple(MODEL if child is None else draft.sources[child] for child in children)
+    found = [draft.sources[row] for row in verdict.rows[1:]]
+    last = verdict.rows[-1]  # the sequence may end with a token that is drafted below it
+    for row in range(last + 1, draft.candidates):
+        if draft.parents[row] == last and draft.tokens[row] == verdict.tokens[-1]:
+            return (*found, draft.sources[row])
+    return (*found, MODEL)
 
 
 @torch.inference_mode()

@@ -57,7 +57,7 @@ TOGETHER = 4  # splits per group, whose results are merged first
 JOIN = 1.5  # from this many programs per multiprocessor, one program walks a whole group of splits
 SUMS = 12 << 20  # the same, or half a group, from this many bytes of sums on, if each program walked one split
 FEW = 4  # groups of a text that is not long
-WIDE = 128  # rows × heads of a tile for large heads, if such tiles keep all processors busy: keys are read less often
+WIDE = 128  # rows × heads of a tile for large heads, if there are many such tiles: keys are read less often
 COLUMNS = 32  # features per program of the last kernel, if there are few programs
 
 
@@ -187,7 +187,7 @@ def _launch(
         programs = len(lists.tiles) // 3 * parts
     else:
         tile = 64 if rows * group >= 64 else 32 if lists.exact and rows * group > 16 else 16
-        wide = units * cdiv(rows, WIDE // group) * _live(lists.span) >= device_of(query.device)[0]
+        wide = units * cdiv(rows, WIDE // group) * _live(lists.span) >= 2 * device_of(query.device)[0]
         if lists.exact and wide and size > 64 and rows * group > 64:
             tile = WIDE
         programs = cdiv(rows, tile // group)

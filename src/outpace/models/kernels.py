@@ -290,17 +290,20 @@ def _walk_exactly(
     """As `_walk`, over cached tokens only: a row attends to everything before its `own` keys. Stored as part `number`.
 
     FOLD: several splits of `fold` positions are walked; each is summed separately first.
+
+    The weights have eight columns: with more, `ones` would take shared memory, and an H100 has just enough for two
+    programs with tiles of 64 rows per multiprocessor.
     """
     part = tl.arange(0, PADDED)
     across = tl.arange(0, BLOCK)
     slot = tl.load(text + tl.minimum(start + across, stop - 1)).to(INDEX)
-    ones = tl.full([BLOCK, 16], 1.0, values.dtype.element_ty)
+    ones = tl.full([BLOCK, 8], 1.0, values.dtype.element_ty)
     peak = tl.full([TILE], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE, 16], tl.float32)
+    weight = tl.zeros([TILE, 8], tl.float32)
     total = tl.zeros([TILE, PADDED], tl.float32)
     if FOLD:
         peak_all = tl.full([TILE], float("-inf"), tl.float32)
-        weight_all = tl.zeros([TILE, 16], tl.float32)
+        weight_all = tl.zeros([TILE, 8], tl.float32)
         total_all = tl.zeros([TILE, PADDED], tl.float32)
     for block in range(start, stop, BLOCK):
         if FOLD:  # noqa: SIM102 (this is known when the kernel is compiled)

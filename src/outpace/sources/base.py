@@ -143,13 +143,9 @@ def drafted(
     names: Sequence[str], tokens: Sequence[int], parents: Sequence[int], sources: Sequence[int], marks: Sequence[int]
 ) -> Draft:
     """A tree of `Rows` as a Draft. Marks: 0 for padding rows, 2 for those that may be accepted."""
-    real = sum(mark > 0 for mark in marks)
-    return Draft(
-        tuple(tokens[:real]),
-        (-1, *parents[1:real]),
-        sum(mark > 1 for mark in marks),
-        tuple(names[source % SOURCES] for source in sources[:real]),
-    )
+    real = len(marks) - marks.count(0)
+    said = tuple([names[source % SOURCES] for source in sources[:real]])
+    return Draft(tuple(tokens[:real]), (-1, *parents[1:real]), marks.count(2), said)
 
 
 def pick_from(texts: Texts, count: int) -> torch.Tensor:
