@@ -299,9 +299,12 @@ def test_exact_rows_have_the_same_bits_in_wide_tiles(join: float, monkeypatch: p
     past, count = 250, 16
     monkeypatch.setattr(attention, "JOIN", join)
     monkeypatch.setattr(attention, "COLUMNS", 16)
+    tiles, start = list[int](), attention._start_exactly
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "device_of", lambda device: (2, device_of(device)[1]))
+        patch.setattr(attention, "device_of", lambda device: (1, device_of(device)[1]))
+        patch.setattr(attention, "_start_exactly", lambda *given: tiles.append(given[7]["TILE"]) or start(*given))
         together = written.attend([(0, past + row) for row in range(count)], [past], fill=2)
+    assert tiles == [attention.WIDE]
     for row in (0, 5, 6, count - 1):
         alone = written.attend([(0, past + row)], [past + row])
         assert torch.equal(alone[0], together[row]), row
