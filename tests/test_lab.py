@@ -236,7 +236,7 @@ def test_reproduce(wide: Path, trained: Path, tmp_path: Path) -> None:
 
 
 def mentioned() -> list[str]:
-    texts = [re.sub(r"\s+", " ", page.read_text(encoding="utf-8")) for page in PAGES]
+    texts = [re.sub(r"(?: \\)?\s+", " ", page.read_text(encoding="utf-8")) for page in PAGES]  # continued lines too
     found = [call for text in texts for call in re.findall(r"python scripts/lab (.+?)(?=`| #| python|$)", text)]
     return sorted({call.strip().replace("PAPER", "lookahead") for call in found if not call.startswith("--help")})
 

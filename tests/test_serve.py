@@ -111,7 +111,6 @@ class TestChat:
         one_by_one = texts_of(server, **fields)
         monkeypatch.setattr(worker, "EACH", 1e9)
         together = texts_of(server, **fields)
-        assert len(one_by_one) > 20
         assert 1 <= len(together) <= 2  # the first step may end within a character
         assert "".join(together) == "".join(one_by_one)
         whole = server.chat(max_tokens=40, method="autoregressive").json()
