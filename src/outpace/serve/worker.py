@@ -29,7 +29,7 @@ from .faults import Fault, busy, not_ready, too_late
 
 log = logging.getLogger("outpace.serve")
 PATIENCE = 30  # the longest Retry-After, in seconds
-EACH = 0.0005  # seconds between two events of a sequence, for each running one: those take a quarter of the time
+EACH = 0.0005  # seconds between two events of a sequence, for each running one: sending takes a third of them
 
 
 class Order(NamedTuple):
