@@ -243,7 +243,7 @@ class Worker:
             self._end(job, reason)
             if not isinstance(item, Step):
                 mail[job.mailbox].append((job.place, item))
-        wait = EACH * len(self._jobs)
+        wait = EACH * self.running
         for job in self._jobs.values():
             if job.steps and now - job.handed >= wait:
                 mail.setdefault(job.mailbox, []).extend(self._due(job, now))
