@@ -68,10 +68,17 @@ class Connection(asyncio.Protocol):
             return b"".join(self.parts), "left"
         answer = b"".join(self.parts)
         if wrong is None and not answer.startswith(b"HTTP/1.1 200"):
-            wrong = answer.split(b"\r\n")[0].decode()
+            wrong = refusal_of(answer)
         if wrong is None and (b'data: {"error"' in answer or (self.streams and b"data: [DONE]" not in answer)):
             wrong = "the stream broke off"
         return answer, wrong
+
+
+def refusal_of(answer: bytes) -> str:
+    """The status line of a response that is not 200, and its error message."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    said = re.search(rb'"message": ?"((?:[^"\\]|\\.)*)"', body)
+    return head.split(b"\r\n")[0].decode() + (f": {said[1].decode()}" if said else "")
 
 
 def count_of(answer: bytes, name: bytes) -> int:

@@ -84,8 +84,13 @@ class Rows(Placed):
 
     numbers: Numbers  # [3, rows] tokens, positions, slots
     text: list[int]  # the computed sequence's slots, in order: every row attends to them
-    among: Mask  # [rows, rows] which of these rows a row attends to, itself included
+    tree: Mask | None  # [rows, rows] which of these rows a row attends to, itself included; None: they are a chain
     pool: Pool
+
+    @property
+    def among(self) -> Mask:
+        """The same for a chain too. Made when it is needed: exact mode reads prompts without."""
+        return np.tri(len(self), dtype=np.bool_) if self.tree is None else self.tree
 
     @property
     def parts(self) -> Items[Rows]:
@@ -363,8 +368,7 @@ class Pool:
         start, stop = len(sequence.slots), len(sequence.slots) + count
         slots, sequence.reserved = sequence.reserved[:count], sequence.reserved[count:]
         slots += self.allocate(count - len(slots))
-        among = np.tri(count, dtype=np.bool_)
-        rows = self._rows(sequence.slots, sequence.tokens[start:stop], range(start, stop), slots, among)
+        rows = self._rows(sequence.slots, sequence.tokens[start:stop], range(start, stop), slots)
         sequence.slots.extend(slots)
         return rows
 
@@ -372,10 +376,7 @@ class Pool:
         """The last `count` computed tokens as rows once more, with slots of their own, which await a verdict."""
         start, stop = len(sequence.slots) - count, len(sequence.slots)
         sequence.drafted = self.allocate(count)
-        among = np.tri(count, dtype=np.bool_)
-        return self._rows(
-            sequence.slots[:start], sequence.tokens[start:stop], range(start, stop), sequence.drafted, among
-        )
+        return self._rows(sequence.slots[:start], sequence.tokens[start:stop], range(start, stop), sequence.drafted)
 
     def extend(self, sequence: Sequence) -> None:
         """Give a slot to one more row of a drafted chain."""
@@ -389,8 +390,7 @@ class Pool:
         start = len(sequence.slots)
         text = [*sequence.slots, *sequence.drafted[:first]]
         positions = range(start + first, start + len(tokens))
-        among = np.tri(len(positions), dtype=np.bool_)
-        return self._rows(text, tokens[first:], positions, sequence.drafted[first:], among)
+        return self._rows(text, tokens[first:], positions, sequence.drafted[first:])
 
     def keep(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
         """Make the accepted path part of the sequence, and free the other rows' slots.
@@ -448,11 +448,13 @@ class Pool:
         self._keepers += [0] * (capacity - self.capacity)
         self.capacity = capacity
 
-    def _rows(self, text: list[int], tokens: Items[int], positions: Items[int], slots: Items[int], among: Mask) -> Rows:
-        """Rows that attend to all slots of `text`, and to each other by `among`."""
+    def _rows(
+        self, text: list[int], tokens: Items[int], positions: Items[int], slots: Items[int], tree: Mask | None = None
+    ) -> Rows:
+        """Rows that attend to all slots of `text`, and to each other by `tree`."""
         numbers = np.array([tokens, positions, slots])
         self._positions[numbers[2]] = numbers[1]
-        return Rows(numbers, list(text), among, self)
+        return Rows(numbers, list(text), tree, self)
 
 
 def common(one: Items[int], other: Items[int]) -> int:

@@ -64,7 +64,10 @@ class Watch:
         Of the modules that `adapters` has seen.
         """
         weights = [weight for own in self._weights for weight in own.values() if weight is not None]
-        versions = [weight._version for weight in weights if not weight.is_inference()]
+        try:
+            versions = [weight._version for weight in weights]
+        except RuntimeError:  # weights made in inference mode have none. Asking each releases the interpreter lock.
+            versions = [weight._version for weight in weights if not weight.is_inference()]
         return hash((*map(id, weights), *versions))
 
     def _walk(self) -> None:

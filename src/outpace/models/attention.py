@@ -186,10 +186,7 @@ def _launch(
         parts = cdiv(lists.packed, tile // group)
         programs = len(lists.tiles) // 3 * parts
     else:
-        tile = 64 if rows * group >= 64 else 32 if lists.exact and rows * group > 16 else 16
-        wide = units * cdiv(rows, WIDE // group) * _live(lists.span) >= 2 * device_of(query.device)[0]
-        if lists.exact and wide and size > 64 and rows * group > 64:
-            tile = WIDE
+        tile = _tile(rows * group, units, size, lists, device_of(query.device)[0])
         programs = cdiv(rows, tile // group)
     padded = max(16, next_power_of_2(size))  # the least size of a matrix product
     memory = device_of(query.device)[1]
@@ -277,6 +274,25 @@ def _live(span: int) -> int:
     return groups // 2 + 1 if groups > FEW else groups
 
 
+def _tile(places: int, units: int, size: int, lists: SlotLists, processors: int) -> int:
+    """The rows × heads of a tile, if all rows are of one sequence."""
+    if lists.exact and size > 64 and places > 64 and -(-places // WIDE) * units * _live(lists.span) >= 2 * processors:
+        return WIDE
+    return 64 if places >= 64 else 32 if lists.exact and places > 16 else 16
+
+
+def _walk(tiles: int, values: int, span: int, processors: int) -> int:
+    """How many splits of exact mode a program walks; `values` are those of all queries."""
+    groups, live = _groups(span), _live(span)
+    sums = 4 * live * TOGETHER * values  # bytes, if each program walked one split
+    if tiles * live >= JOIN * processors:
+        return TOGETHER
+    if sums < SUMS:
+        return 1
+    # Half a group keeps more processors busy, if the text is long and the sums are not too many.
+    return TOGETHER // 2 if groups > FEW and sums < 2 * SUMS else TOGETHER
+
+
 def _start_exactly(
     given: Tensors,
     lists: SlotLists,
@@ -297,14 +313,7 @@ def _start_exactly(
     _, heads, rows, size = query.shape
     processors = device_of(query.device)[0]
     groups = _groups(lists.span)
-    live = _live(lists.span)
-    size_of_sums = 4 * live * TOGETHER * query.numel()  # bytes, if each program walked one split
-    walk = 1
-    if programs * units * live >= JOIN * processors:
-        walk = TOGETHER
-    elif size_of_sums >= SUMS:
-        # Half a group keeps more processors busy, if the text is long and the sums are not too many.
-        walk = TOGETHER // 2 if groups > FEW and size_of_sums < 2 * SUMS else TOGETHER
+    walk = _walk(programs * units, query.numel(), lists.span, processors)
     splits = groups * {1: TOGETHER, TOGETHER: 1}.get(walk, walk + 1)  # sums that are stored
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)

@@ -40,7 +40,7 @@ class FixedStep:
         self._tile = min(TILE, max(4, size // texts)) if texts else 0  # the most rows of a tile
         tiles = size // self._tile + texts + 1 if texts else 3
         parts = [len(text), size, 3 * tiles, size, size, size, size * width]
-        self._host = torch.zeros(sum(parts), dtype=torch.long, pin_memory=self.on_gpu)
+        self._host = torch.zeros(sum(parts), dtype=torch.long)
         lengths, whose, table, tokens, positions, slots, tree = torch.split(self._host, parts)
         self._lengths: Numbers = lengths.numpy()
         self._whose: Numbers = whose.numpy()
@@ -61,9 +61,6 @@ class FixedStep:
         # The input of rows that start after the first layer.
         self.hidden = torch.zeros(size, model.width, dtype=model.dtype, device=pool.device)
         self._graph: Any = None
-        self._copied: Any = None  # tells when the last copy to the device is done
-        if self.on_gpu:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def _step(self) -> None:
         """The computation, on `rows` and `hidden`."""
@@ -107,9 +104,10 @@ class FixedStep:
         self._tree[:count, :width] = tree
 
     def _fill_packed(self, parts: list[Rows], lines: list[int], listed: bool = False) -> None:
-        among = self._itself.copy()
         if self.exact:
             self._tree[:] = self._alone
+        else:
+            among = self._itself.copy()
         tiles: list[tuple[int, int, int]] = []
         first = 0
         for rows, line in zip(parts, lines, strict=True):
@@ -145,7 +143,6 @@ class FixedStep:
 
     def launch(self, numbers: Numbers, tree: Numbers, past: int) -> None:
         """Compute rows, padded with rows that write to the scratch slot."""
-        self._wait()
         self._fill(numbers, tree, past)
         self._go()
 
@@ -154,19 +151,12 @@ class FixedStep:
 
         `listed`: the lists already contain the rows' own slots.
         """
-        self._wait()
         self._fill_packed(parts, lines, listed)
         self._go()
 
-    def _wait(self) -> None:
-        """Wait until the last copy has read the host's buffer."""
-        if self._copied:
-            self._copied.synchronize()
-
     def _go(self) -> None:
-        self._box.copy_(self._host, non_blocking=True)
-        if self._copied:
-            self._copied.record()
+        # A copy in pinned memory, which torch keeps until it is read: this one may be filled again at once.
+        self._box.copy_(self._host.pin_memory() if self.on_gpu else self._host, non_blocking=True)
         self.run()
 
     def run(self) -> None:
