@@ -65,21 +65,20 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
     shared |= {"PRECISION": "tf32", "INDEX": tl.int32, "PACKED": packed, "EARLY": 2, "OWN": attention.OWN}
     shared |= {"SHORT": attention.SHORT, "TOGETHER": attention.TOGETHER}
     found = {}
-    for walk in (1, 2, attention.TOGETHER):
-        for tile in (16, 32, 64, attention.WIDE):
-            made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "WALK": walk}
-            warps = attention.WARPS * (1 + (tile == attention.WIDE))
-            found[tile, walk] = compiled(kernels.part_exactly, made, tmp_path, warps)
+    for joined in (False, True):
+        for tile in (16, 32, 64):
+            made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "JOINED": joined}
+            found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path, attention.WARPS)
         for columns, warps in ((attention.COLUMNS, 1), (size, 1), (size, 2)):
-            made = {**shared, "HEADS": 4, "WALK": walk, "COLUMNS": columns}
-            found["merge", walk, columns, warps] = compiled(kernels.merge_exactly, made, tmp_path, warps)
+            made = {**shared, "HEADS": 4, "JOINED": joined, "COLUMNS": columns}
+            found["merge", joined, columns, warps] = compiled(kernels.merge_exactly, made, tmp_path, warps)
     spilled = {kind: int(re.findall(r"(\d+) bytes spill stores", said)[-1]) for kind, (said, _) in found.items()}
-    some = spilled.pop(("merge", 1, size, 1))  # bytes of a thread, once for a row
+    some = spilled.pop(("merge", False, size, 1))  # bytes of a thread, once for a row
     assert max(spilled.values()) <= 8, spilled
     assert some <= 32
-    for walk in (1, 2, attention.TOGETHER):  # two programs on a multiprocessor, which keeps a KiB for each
-        assert 2 * (found[64, walk][1] + 1024) <= 228 * 1024
-        assert 2 * 128 * int(re.findall(r"Used (\d+) registers", found[64, walk][0])[-1]) <= 65536
+    for joined in (False, True):  # two programs on a multiprocessor, which keeps a KiB for each
+        assert 2 * (found[64, joined][1] + 1024) <= 228 * 1024
+        assert 2 * 128 * int(re.findall(r"Used (\d+) registers", found[64, joined][0])[-1]) <= 65536
 
 
 @pytest.mark.parametrize("name", METHODS)

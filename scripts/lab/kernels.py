@@ -243,13 +243,12 @@ def _packed(mask: Any) -> Any:
 
 @contextmanager
 def joining(join: float) -> Iterator[None]:
-    """By the number of programs alone."""
-    before = attention.JOIN, attention.SUMS
-    attention.JOIN, attention.SUMS = join, 1 << 62
+    """0: a program walks a group of splits; very many: one split."""
+    before, attention.JOIN = attention.JOIN, join
     try:
         yield
     finally:
-        attention.JOIN, attention.SUMS = before
+        attention.JOIN = before
 
 
 def comb_depths(rows: int) -> list[int]:

@@ -54,10 +54,7 @@ STAGES = 3  # pipeline stages: blocks of keys and values in flight, if shared me
 OWN = 32  # the last keys of a row, its own included, that are processed for this row alone
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
-JOIN = 1.5  # from this many programs per multiprocessor, one program walks a whole group of splits
-SUMS = 12 << 20  # the same, or half a group, from this many bytes of sums on, if each program walked one split
-FEW = 4  # groups of a text that is not long
-WIDE = 128  # rows × heads of a tile for large heads, if there are many such tiles: keys are read less often
+JOIN = 0.9  # from this many programs per multiprocessor, one program walks a whole group of splits
 COLUMNS = 32  # features per program of the last kernel, if there are few programs
 
 
@@ -186,7 +183,7 @@ def _launch(
         parts = cdiv(lists.packed, tile // group)
         programs = len(lists.tiles) // 3 * parts
     else:
-        tile = _tile(rows * group, units, size, lists, device_of(query.device)[0])
+        tile = 64 if rows * group >= 64 else 32 if lists.exact and rows * group > 16 else 16
         programs = cdiv(rows, tile // group)
     padded = max(16, next_power_of_2(size))  # the least size of a matrix product
     memory = device_of(query.device)[1]
@@ -203,7 +200,7 @@ def _launch(
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "INDEX": language.int32 if furthest < 2**31 else language.int64,
         "PACKED": lists.packed > 0,
-        "num_warps": 2 * WARPS if tile == WIDE else WARPS,
+        "num_warps": WARPS,
         **early(query.device),
     }
     tiling = {"TILE": tile, "BLOCK": BLOCK, "num_stages": max(1, min(stages, STAGES))}
@@ -268,31 +265,6 @@ def _groups(span: int) -> int:
     return min(-(-span // SHORT), 1 + -(-span // (2 * SHORT)))
 
 
-def _live(span: int) -> int:
-    """How many of them a sequence has at least, if it is long: sequences of half the span have graphs of their own."""
-    groups = _groups(span)
-    return groups // 2 + 1 if groups > FEW else groups
-
-
-def _tile(places: int, units: int, size: int, lists: SlotLists, processors: int) -> int:
-    """The rows × heads of a tile, if all rows are of one sequence."""
-    if lists.exact and size > 64 and places > 64 and -(-places // WIDE) * units * _live(lists.span) >= 2 * processors:
-        return WIDE
-    return 64 if places >= 64 else 32 if lists.exact and places > 16 else 16
-
-
-def _walk(tiles: int, values: int, span: int, processors: int) -> int:
-    """How many splits of exact mode a program walks; `values` are those of all queries."""
-    groups, live = _groups(span), _live(span)
-    sums = 4 * live * TOGETHER * values  # bytes, if each program walked one split
-    if tiles * live >= JOIN * processors:
-        return TOGETHER
-    if sums < SUMS:
-        return 1
-    # Half a group keeps more processors busy, if the text is long and the sums are not too many.
-    return TOGETHER // 2 if groups > FEW and sums < 2 * SUMS else TOGETHER
-
-
 def _start_exactly(
     given: Tensors,
     lists: SlotLists,
@@ -304,7 +276,7 @@ def _start_exactly(
     tiling: dict[str, Any],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Launch with splits at fixed positions. A program walks one, two or a group of them, with the same bits."""
+    """Launch with splits at fixed positions. A program walks one of them or a group, with the same bits."""
     from triton import next_power_of_2
 
     from . import kernels
@@ -313,18 +285,19 @@ def _start_exactly(
     _, heads, rows, size = query.shape
     processors = device_of(query.device)[0]
     groups = _groups(lists.span)
-    walk = _walk(programs * units, query.numel(), lists.span, processors)
-    splits = groups * {1: TOGETHER, TOGETHER: 1}.get(walk, walk + 1)  # sums that are stored
+    tiles = programs // 2 if lists.packed else programs  # about half of the entries of `tiles` are spare
+    joined = tiles * units * groups >= JOIN * processors
+    splits = groups if joined else groups * TOGETHER
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
     peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
-    kernels.part_exactly[(programs, units, groups * TOGETHER // walk)](
+    kernels.part_exactly[(programs, units, splits)](
         *(*given, lists.text, lists.positions, sums, peaks, *strides, rows, heads, splits, factor),
         *(lists.whose, lists.tiles, line, len(lists.tiles) // 3, parts),
         OWN=OWN,
         SHORT=SHORT,
         TOGETHER=TOGETHER,
-        WALK=walk,
+        JOINED=joined,
         **tiling,
         **options,
     )
@@ -337,7 +310,7 @@ def _start_exactly(
         OWN=OWN,
         SHORT=SHORT,
         TOGETHER=TOGETHER,
-        WALK=walk,
+        JOINED=joined,
         COLUMNS=columns,
         **{**options, "num_warps": 2 if columns == padded and rows * units <= 2 * processors else 1},
     )

@@ -336,19 +336,17 @@ def part_exactly(
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, INDEX: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
-    WALK: tl.constexpr, EARLY: tl.constexpr,
+    JOINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows over WALK splits of positions, one after the other, for each row up to its last OWN keys.
+    """A tile of rows over a split of positions, for each row up to its last OWN keys.
 
-    What is stored of a group of TOGETHER splits: each split alone (WALK is 1), their sum (WALK is TOGETHER), or (WALK
-    is half of it) the sum of the first half, and each split of the other half alone: splits are summed in order.
+    JOINED: over a group of TOGETHER splits, one after the other. Their sum is stored, instead of each split's.
 
     PACKED: see `part`; the tile processes one of `parts` of an entry. If no row has keys, nothing is written: a row's
     splits follow from its position.
     """
     _wait(EARLY)
-    each: tl.constexpr = TOGETHER // WALK  # programs per group
-    HALF: tl.constexpr = WALK > 1 and WALK < TOGETHER
+    each: tl.constexpr = 1 if JOINED else TOGETHER  # programs per group
     unit = tl.program_id(1)
     first_row = tl.program_id(0) * (TILE // GROUP)
     row_stop = rows
@@ -372,9 +370,9 @@ def part_exactly(
     first = 0  # the first position that a row attends to
     if WINDOW > 0:
         first = (tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1) // BLOCK * BLOCK
-    begins += turn * WALK * fold
+    begins += turn * fold
     start = tl.maximum(begins, first)
-    stop = tl.minimum(tl.max(own), begins + WALK * fold)
+    stop = tl.minimum(tl.max(own), begins + (TOGETHER // each) * fold)
     if (last >= 0) & (start < stop):
         part = tl.arange(0, PADDED)
         q = tl.load(
@@ -384,29 +382,11 @@ def part_exactly(
         )
         keys += unit // UNITS * key_head
         values += unit // UNITS * value_head
-        if HALF:
-            if turn == 0:
-                _walk_exactly(
-                    q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
-                    at, rows, heads, sums, peaks, splits, (WALK + 1) * group,
-                    TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, True,
-                )  # fmt: skip
-            else:
-                for split in tl.static_range(WALK):
-                    start = tl.maximum(begins + split * fold, first)
-                    until = tl.minimum(stop, begins + (split + 1) * fold)
-                    if start < until:
-                        _walk_exactly(
-                            q, text, start, until, fold, own, keys, values, key_slot, value_slot, factor, row, head,
-                            real, at, rows, heads, sums, peaks, splits, (WALK + 1) * group + 1 + split,
-                            TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, False,
-                        )  # fmt: skip
-        else:
-            _walk_exactly(
-                q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
-                at, rows, heads, sums, peaks, splits, last,
-                TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, WALK > 1,
-            )  # fmt: skip
+        _walk_exactly(
+            q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
+            at, rows, heads, sums, peaks, splits, last,
+            TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, JOINED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -424,14 +404,14 @@ def merge_exactly(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
     query_head, query_row, key_head, key_slot, value_head, value_slot, rows, heads, splits, factor, whose, text_line,
     SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
-    HEADS: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, WALK: tl.constexpr,
+    HEADS: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
     COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, the heads of a key head and COLUMNS features: merge its splits and its last OWN keys into one softmax.
 
-    The splits of a group of TOGETHER are merged in order, then the groups, then the own keys. With a WALK above 1
-    `part_exactly` has merged some of a group's splits already. HEADS is GROUP rounded up to a power of two.
+    The splits of a group of TOGETHER are merged in order, then the groups, then the own keys. JOINED: `part_exactly`
+    has merged each group's splits already. HEADS is GROUP rounded up to a power of two.
 
     The own keys do not depend on the kernel before, so they are processed while it runs. Nothing read until then may
     come from the L1 cache, which could hold stale values.
@@ -495,10 +475,9 @@ def merge_exactly(
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
-    EACH: tl.constexpr = TOGETHER if WALK == 1 else WALK + 1  # parts that are stored of a group
     # Unrolled, so that loads overlap.
-    for group in tl.range(first_group, groups, loop_unroll_factor=4 if WALK == TOGETHER or COLUMNS < PADDED else 2):
-        if WALK == TOGETHER:
+    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED or COLUMNS < PADDED else 2):
+        if JOINED:
             more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
             peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
         else:
@@ -507,11 +486,10 @@ def merge_exactly(
             total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
             start = _begins(group, SHORT)
             walk = (_begins(group + 1, SHORT) - start) // TOGETHER
-            for each in tl.static_range(EACH):  # the first has WALK splits
-                since = start + (each + WALK - 1 if each > 0 else 0) * walk
-                until = start + (each + WALK) * walk
-                number = group * EACH + each
-                has = real & (since < begins) & (until > seen)
+            for each in tl.static_range(TOGETHER):
+                since = start + each * walk
+                number = group * TOGETHER + each
+                has = real & (since < begins) & (since + walk > seen)
                 more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
                 peak_group, weight_group, total_group = _fold(
                     peak_group, weight_group, total_group, more[0], more[1], more[2]
