@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -167,14 +168,17 @@ def gates() -> None:
 class Texts:
     """Keys, values and queries of some sequences, in scattered slots, and the rows of draft trees after them."""
 
-    def __init__(self, texts: int, length: int, shape: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, texts: int, length: int, shape: str, dtype: torch.dtype = torch.bfloat16, scattered: bool = True
+    ) -> None:
         torch.manual_seed(texts)
         heads, key_heads, size = HEADS[shape]
         self.size, self.length = size, length + 256
         self.scratch = texts * self.length
         self.keys, self.values = numbers(2, 1, key_heads, self.scratch + 1, size, dtype=dtype).unbind()
         self.query = 2 * numbers(texts, self.length, heads, size, dtype=dtype)
-        self.slots = torch.randperm(self.scratch, device=DEVICE).view(texts, self.length)
+        order = torch.randperm if scattered else torch.arange
+        self.slots = order(self.scratch, device=DEVICE).view(texts, self.length)
 
     def lists(self, pasts: list[int], depths: list[int], exact: bool, reading: bool = False) -> Any:
         """The same tree after each sequence. Row r is at depth depths[r], below the last row one level higher.
@@ -241,14 +245,9 @@ def _packed(mask: Any) -> Any:
     return np.packbits(mask, axis=1, bitorder="little").view(np.int64)
 
 
-@contextmanager
-def joining(join: float) -> Iterator[None]:
-    """0: a program walks a group of splits; very many: one split."""
-    before, attention.JOIN = attention.JOIN, join
-    try:
-        yield
-    finally:
-        attention.JOIN = before
+def joining(kind: int) -> AbstractContextManager[Any]:
+    """Meanwhile, a program walks a split (0), a group of splits (1), or as many positions as a long group has (2)."""
+    return patch.object(attention, "_joined", lambda *_: kind)
 
 
 def comb_depths(rows: int) -> list[int]:
@@ -274,13 +273,13 @@ def attention_faults(shape: str, dtype: torch.dtype) -> dict[Any, str]:
         path = list(range(each))
         alone = []
         for row in path:  # each row alone, with all before it as cached tokens
-            with joining(1e9):
+            with joining(0):
                 alone.append(written.attend(written.lists([past + row for past in pasts], [0], True))[:, 0])
         expected = torch.stack(alone, 1)
         chain = path[: attention.OWN]  # no draft reaches further
-        for join in (0.0, 1e9):
+        for join in range(3):
             with joining(join):
-                kind = (texts, each, length, "joined" if join == 0 else "apart")
+                kind = (texts, each, length, join)
                 found = written.attend(written.lists(pasts, chain, True))
                 faults[(*kind, "chain")] = differing(found, expected[:, : len(chain)])
                 faults[(*kind, "read")] = differing(written.attend(written.lists(pasts, path, True, True)), expected)
@@ -292,7 +291,7 @@ def attention_faults(shape: str, dtype: torch.dtype) -> dict[Any, str]:
             here, there = written.slots[text, past : past + each], written.slots[text, past + below]
             for part in (written.keys, written.values):
                 part[:, :, here] = part[:, :, there].clone()
-        for join in (0.0, 1e9):
+        for join in range(3):
             with joining(join):
                 found = written.attend(branches)
                 faults[texts, each, length, join, "branches"] = differing(found, expected[:, depths])
@@ -300,30 +299,32 @@ def attention_faults(shape: str, dtype: torch.dtype) -> dict[Any, str]:
 
 
 def prices(shape: str) -> None:
-    """µs of attention in one layer: normal, exact, and exact with a split or a group of splits per program."""
-    layers = 16
-    table = Table(
-        "texts × rows, tokens", "normal", "exact", "", "apart", "joined", title=f"attention, {shape}, bfloat16"
-    )
+    """µs of attention in one layer: normal, exact, and exact by what a program walks.
+
+    As in a step, slots are in order, and keys are not in the cache.
+    """
+    title = f"attention, {shape}, bfloat16"
+    table = Table("texts × rows, tokens", "normal", "exact", "", "splits", "groups", "equal", title=title)
     for length in LENGTHS:
         for texts, each in ((1, 1), (1, 8), (1, 32), (1, 64), (1, 128), (4, 16), (16, 4), (64, 1), (64, 2)):
             if texts * length > 1 << 17:
                 continue
-            written = Texts(texts, length, shape)
+            written = Texts(texts, length, shape, scattered=False)
+            layers = max(2, -(-COLD // (4 * written.keys.numel())))
+            stored = [(written.keys.clone(), written.values.clone()) for _ in range(layers)] * max(1, 16 // layers)
             pasts = [length - 3 * (text % 7) - 1 for text in range(texts)]
             given = {exact: written.lists(pasts, comb_depths(each), exact) for exact in (False, True)}
             heads = HEADS[shape][0]
             query = numbers(1, heads, texts * each, written.size)
 
-            def call(exact: bool, given: Any = given, query: Any = query, written: Any = written) -> Any:
-                return torch.ops.outpace.slot_attention(
-                    query, written.keys, written.values, *given[exact], written.size**-0.5, 0.0
-                )
+            def called(exact: bool, given: Any = given, query: Any = query, stored: Any = stored) -> float:
+                attend, more = torch.ops.outpace.slot_attention, (query.shape[3] ** -0.5, 0.0)
+                return timed([lambda k=k, v=v: attend(query, k, v, *given[exact], *more) for k, v in stored])
 
-            times = [timed([lambda: call(False)] * layers), timed([lambda: call(True)] * layers)]
-            for join in (1e9, 0.0):
+            times = [called(False), called(True)]
+            for join in range(3):
                 with joining(join):
-                    times.append(timed([lambda: call(True)] * layers))
+                    times.append(called(True))
             change = f"{times[1] - times[0]:+.1f} µs"
             shown = [f"{value:.1f}" for value in times]
             table.add_row(f"{texts} × {each}, {length}", *shown[:2], change, *shown[2:])

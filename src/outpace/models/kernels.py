@@ -340,7 +340,8 @@ def part_exactly(
 ):  # fmt: skip
     """A tile of rows over a split of positions, for each row up to its last OWN keys.
 
-    JOINED: over a group of TOGETHER splits, one after the other. Their sum is stored, instead of each split's.
+    JOINED: 1 over a group of TOGETHER splits, one after the other; their sum is stored, instead of each split's. 2 the
+    same over a long group, or over the first two.
 
     PACKED: see `part`; the tile processes one of `parts` of an entry. If no row has keys, nothing is written: a row's
     splits follow from its position.
@@ -363,17 +364,17 @@ def part_exactly(
     at = tl.load(positions + row, mask=real, other=0).to(tl.int32)
     own = tl.where(real, at - OWN + 1, 0)
     # From the last group that rows attend to down to the first: the last programs to start have the least to do.
-    last = _groups(tl.max(own), SHORT) * each - 1 - tl.program_id(2)
-    group, turn = last // each, last % each
-    begins = _begins(group, SHORT)
-    fold = (_begins(group + 1, SHORT) - begins) // TOGETHER  # positions per split
+    seen = tl.max(own)
+    if JOINED == 2:
+        last = (seen + 2 * SHORT - 1) // (2 * SHORT) - 1 - tl.program_id(2)
+        group, turn, until = tl.where(last > 0, last + 1, 0), 0, last + 2
+    else:
+        last = _groups(seen, SHORT) * each - 1 - tl.program_id(2)
+        group, turn, until = last // each, last % each, last // each + 1
     first = 0  # the first position that a row attends to
     if WINDOW > 0:
         first = (tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1) // BLOCK * BLOCK
-    begins += turn * fold
-    start = tl.maximum(begins, first)
-    stop = tl.minimum(tl.max(own), begins + (TOGETHER // each) * fold)
-    if (last >= 0) & (start < stop):
+    if (last >= 0) & (first < _begins(until, SHORT)):
         part = tl.arange(0, PADDED)
         q = tl.load(
             query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
@@ -382,11 +383,18 @@ def part_exactly(
         )
         keys += unit // UNITS * key_head
         values += unit // UNITS * value_head
-        _walk_exactly(
-            q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
-            at, rows, heads, sums, peaks, splits, last,
-            TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, JOINED,
-        )  # fmt: skip
+        for each_group in range(group, until):
+            begins = _begins(each_group, SHORT)
+            fold = (_begins(each_group + 1, SHORT) - begins) // TOGETHER  # positions per split
+            begins += turn * fold
+            start = tl.maximum(begins, first)
+            stop = tl.minimum(seen, begins + (TOGETHER // each) * fold)
+            if start < stop:
+                _walk_exactly(
+                    q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
+                    at, rows, heads, sums, peaks, splits, each_group * each + turn,
+                    TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, JOINED > 0,
+                )  # fmt: skip
 
 
 @triton.jit
