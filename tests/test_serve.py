@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
+import outpace.serve
 from outpace import InputError, PromptLookup, Sampling
 from outpace.runtime.graphs import GraphEngine
 from outpace.serve import streams, worker
@@ -28,7 +31,7 @@ from outpace.serve.tools import BareCalls, Calls, Found
 from outpace.serve.warming import SAMPLINGS, warm
 
 from .ranks import own_port
-from .serving import LONG, Running, new_decoder, running, wait_until
+from .serving import LONG, Running, bytewise, new_decoder, running, wait_until
 from .test_batch import graph_decoder
 
 PERSON = {
@@ -222,10 +225,34 @@ class TestChat:
         assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"]
 
     def test_a_prediction_is_counted(self, server: Running) -> None:
-        text = server.text("hi", logit_bias={"256": -100}, max_tokens=40)
-        fields = {"prediction": {"type": "content", "content": text}, "speculative": False, "max_tokens": 40}
-        usage = server.chat("hi", **fields, logit_bias={"256": -100}).json()["usage"]["completion_tokens_details"]
-        assert usage["accepted_prediction_tokens"] > 0 or "\ufffd" in text
+        said = [bytewise().decode([token]) for token in range(257)]
+        bias = {str(token): -100 for token, text in enumerate(said) if not (text.isascii() and text.isalpha())}
+        fields = {"logit_bias": bias, "speculative": False, "max_tokens": 40}
+        text = server.text("hi", **fields)
+        counts = {}
+        for content in (text, text[:20] + "Zq" * 10):
+            answer = server.chat("hi", **fields, prediction={"type": "content", "content": content}).json()
+            assert answer["choices"][0]["message"]["content"] == text
+            counts[content] = answer["usage"]["completion_tokens_details"]
+        right, wrong = counts.values()
+        assert right["accepted_prediction_tokens"] > 30
+        assert right["rejected_prediction_tokens"] == 0
+        assert 10 < wrong["accepted_prediction_tokens"] < right["accepted_prediction_tokens"]
+        assert wrong["rejected_prediction_tokens"] > 0
+
+    def test_a_prediction_is_encoded_beside_decoding(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        decoder, where = server.service.decoder, list[str]()
+        encode = decoder.encode
+
+        def watched(prompt: Any, *more: Any, **how: Any) -> list[int]:
+            if isinstance(prompt, str):
+                where.append(current_thread().name)
+            return encode(prompt, *more, **how)
+
+        monkeypatch.setattr(decoder, "encode", watched)
+        server.text(prediction={"type": "content", "content": "x" * 100_000})
+        assert where
+        assert "outpace-writes" not in where
 
     def test_a_trace_shows_who_guessed(self, server: Running) -> None:
         steps = server.chat(trace=True).json()["choices"][0]["trace"]
@@ -335,6 +362,12 @@ class TestOthers:
         ({"echo": True}, 400, "echo", "not supported"),
         ({"suffix": "x"}, 400, "suffix", "not supported"),
         ({"prompt_embeds": "x"}, 400, "prompt_embeds", "not supported"),
+        ({"guided_json": {}}, 400, "guided_json", "not supported"),
+        ({"structured_outputs": {}}, 400, "structured_outputs", "not supported"),
+        ({"ignore_eos": True}, 400, "ignore_eos", "not supported"),
+        ({"min_tokens": 5}, 400, "min_tokens", "not supported"),
+        ({"stop_token_ids": [7]}, 400, "stop_token_ids", "not supported"),
+        ({"add_generation_prompt": False}, 400, "add_generation_prompt", "not supported"),
         ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs", "not permitted"),
         ({"messages": [{"role": "user"}]}, 400, "messages", "no content"),
         ({"audio": {}}, 400, "audio", "not supported"),
@@ -371,6 +404,51 @@ def test_what_is_refused_is_named(
         assert words in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("completions", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ("completions", {"max_completion_tokens": 5}, "max_completion_tokens"),
+        ("completions", {"tools": [TOOL]}, "tools"),
+        ("completions", {"prompt": ["x"] * 17}, "prompt"),
+        ("completions", {"prompt": ["x"] * 9, "n": 2, "temperature": 1}, "n"),
+        ("responses", {"stop": ["x"]}, "stop"),
+        ("responses", {"trace": True}, "trace"),
+        ("responses", {"top_logprobs": 2}, "top_logprobs"),
+        ("responses", {"include": ["reasoning.encrypted_content"]}, "include"),
+        ("responses", {"max_tokens": 5}, "max_tokens"),
+        ("responses", {"input": [{"role": "user", "content": "x"}] * 4096, "instructions": "y"}, "input"),
+    ],
+)
+def test_what_one_endpoint_has_is_refused_by_another(
+    server: Running, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"prompt" if path == "completions" else "input": "x", "temperature": 0, **fields}
+    answer = server.http.post(f"/v1/{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_fields_without_effect_are_taken(server: Running) -> None:
+    idle = {"ignore_eos": False, "min_tokens": 0, "guided_json": None, "best_of": 1, "reasoning_effort": "low"}
+    assert server.text(**idle, add_generation_prompt=True, store=False, metadata={}) == server.text()
+    body = {"prompt": "x", "max_tokens": 4, "temperature": 0, "response_format": {"type": "text"}, "tools": []}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_what_is_nested_too_deeply_is_refused(server: Running) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}}
+    answer = server.chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_schema"
+    deep = "[" * 960 + "]" * 960
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1, "metadata": {deep}}}'
+    answer = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400), answer.text
+
+
 def test_what_a_newcomer_gets_wrong_is_answered_with_the_remedy(server: Running) -> None:
     kind = {"content-type": "application/json"}
     posts = {
@@ -391,11 +469,39 @@ def test_the_context_is_named_as_clients_know_it(server: Running) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
+LONG_STREAM = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 1500, "stream": True}
+
+
+class TestMounted:
+    """Below another application's path."""
+
+    def test_it_starts_with_the_first_request(self) -> None:
+        whole = FastAPI()
+        whole.mount("/llm", outpace.serve.app(new_decoder(), name="tiny", api_keys=("key",), hosts=()))
+        with TestClient(whole) as client:
+            wait_until(lambda: client.get("/llm/health").status_code == 200)
+            assert "HERE" in client.get("/llm/").text
+            assert client.get("/llm/v1/models").status_code == 401
+            key = {"authorization": "Bearer key"}
+            body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 12}
+            answer = client.post("/llm/v1/chat/completions", json=body, headers=key).json()
+        assert answer["choices"][0]["message"]["content"] == new_decoder().generate("hello", max_new_tokens=12).text
+
+    def test_its_lifespan_may_be_part_of_another(self) -> None:
+        served = outpace.serve.app(new_decoder(), hosts=())
+        whole = FastAPI(lifespan=lambda _: served.router.lifespan_context(served))
+        whole.mount("/llm", served)
+        with TestClient(whole) as client:
+            wait_until(lambda: served.state.service.state == "ready")
+            assert client.get("/llm/health").status_code == 200
+        assert served.state.service.state == "stopped"
+
+
 class TestGuard:
     def test_hosts_origins_and_kinds_of_body(self, server: Running) -> None:
         ask = server.http.get
         assert ask("/v1/models", headers={"host": "evil.example"}).json()["error"]["code"] == "invalid_host"
-        for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:1", "http://["):
             assert ask("/health", headers={"origin": origin}).status_code == 403
         assert ask("/health", headers={"origin": server.url}).status_code == 200
         assert "access-control-allow-origin" not in ask("/health", headers={"origin": server.url}).headers
@@ -406,7 +512,8 @@ class TestGuard:
         kind = {"content-type": "application/json"}
         assert server.http.post("/v1/completions", content=b"x" * 10_000_000, headers=kind).status_code == 413
         chunked = (b"x" * 100_000 for _ in range(100))
-        assert server.http.post("/v1/completions", content=chunked, headers=kind).status_code == 413
+        answer = server.http.post("/v1/completions", content=chunked, headers=kind)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
         answer = server.http.get("/v1/models", headers={"x": "y" * 30_000})
         assert answer.status_code == 431
         assert "larger than 16384 bytes" in answer.json()["error"]["message"]
@@ -457,6 +564,20 @@ class TestGuard:
         server.chat("a secret", temperature=5)
         assert "/v1/chat/completions 200" in caplog.text
         assert "secret" not in caplog.text
+
+    def test_the_log_tells_what_became_of_a_request(
+        self, server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        caplog.set_level(logging.INFO, logger="outpace.serve")
+        server.http.get("/a%0aGET%20/b")
+        assert [record.message.split(" ")[:3] for record in caplog.records] == [["GET", "/a%0AGET%20/b", "404"]]
+        with server.http.stream("POST", "/v1/chat/completions", json=LONG_STREAM) as answer:
+            next(answer.iter_bytes())
+        server.settle()
+        wait_until(lambda: "/v1/chat/completions 499" in caplog.text)
+        monkeypatch.setattr(server.service, "check_model", lambda name: 1 // 0)
+        assert server.chat().status_code == 500
+        assert "/v1/chat/completions 500" in caplog.text
 
 
 def slow(running: Running, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,11 @@ def test_a_chat(page: Any, server: Running) -> None:
     page.keyboard.press("ArrowRight")
     assert page.locator(".token.chosen").count() == 1
     assert page.text_content("#step").startswith("Step ")
+    assert page.locator(".assistant .token").nth(3).get_attribute("class").endswith("chosen") is False
     page.locator(".assistant .token").nth(3).hover()
     assert page.locator(".token.chosen").count() == 1
+    assert "chosen" in page.locator(".assistant .token").nth(3).get_attribute("class")
+    assert page.text_content("#sources").strip()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     back = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")

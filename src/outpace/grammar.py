@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,20 +66,22 @@ class Grammar:
         guidance = _llguidance()
         if len(self.source) > _LONGEST:
             raise InputError(f"the grammar has {len(self.source)} characters; at most {_LONGEST} are allowed.")
-        matcher = guidance.LLMatcher
-        if self.kind == "json_schema":
-            rules = matcher.grammar_from_json_schema(self.source, overrides=_JSON)
-        elif self.kind == "regex":
-            rules = matcher.grammar_from_regex(self.source)
-        elif self.kind == "lark":
-            rules = matcher.grammar_from_lark(self.source)
-        else:
-            raise InputError(f"unknown kind of grammar {self.kind!r}: use json_schema, regex or lark.")
-        found = matcher(words, rules, log_level=0)
+        matcher, kind = guidance.LLMatcher, self.kind.replace("_", " ")
+        makers = {
+            "json_schema": partial(matcher.grammar_from_json_schema, overrides=_JSON),
+            "regex": matcher.grammar_from_regex,
+            "lark": matcher.grammar_from_lark,
+        }
+        if self.kind not in makers:
+            raise InputError(f"unknown kind of grammar {self.kind!r}: use {', '.join(makers)}.")
+        try:
+            found = matcher(words, makers[self.kind](self.source), log_level=0)
+        except ValueError as error:  # of a schema that is nested too deeply
+            raise InputError(f"the {kind} cannot be used: {error}") from error
         if found.is_error():
             lines = str(found.get_error()).strip().split("\n")
             reason = lines[-1 if self.kind == "regex" else 0].strip()  # of a regex's, the first lines are a drawing
-            raise InputError(f"the {self.kind.replace('_', ' ')} cannot be used: {reason}")
+            raise InputError(f"the {kind} cannot be used: {reason}")
         return found
 
 

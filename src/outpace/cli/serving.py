@@ -72,7 +72,7 @@ def serve(
         max_new_tokens=max_new_tokens,
         max_length=max_length,
         api_keys=keys,
-        hosts=Settings.hosts if local else (),
+        hosts=(*Settings.hosts, f"[{host}]" if ":" in host else host) if local else (),
         deadline=deadline,
         slots=slots,
         keep=keep,

@@ -45,7 +45,7 @@ def build(source: Source, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Outpace", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, begin=service.start)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Fault, lambda _, error: fault_of(error).response())
@@ -151,7 +151,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"there is no {path} here. The API is at /v1/chat/completions, /v1/completions and /v1/responses."
     elif error.status_code == 405:
         message = f"{path} does not take {request.method}. Use {(error.headers or {}).get('Allow', 'POST')}."
-    return Fault(message, error.status_code, code=None).response()
+    return Fault(message, error.status_code, code="body_too_large" if error.status_code == 413 else None).response()
 
 
 @cache

@@ -28,6 +28,7 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
         raise Fault("top_logprobs needs logprobs: true.", param="top_logprobs")
     tools, must = chosen_tools(asked.tools, asked.tool_choice)
     grammar = grammar_of(asked.response_format) if must is None else forced(must, style(service))
+    service.check_count(asked.n or 1)
     samplings = service.samplings_of(asked, asked.n or 1)
     settings = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
@@ -40,7 +41,7 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
             "max_new_tokens": service.limit_of(tokens, limit, "messages"),
             "stop": stop,
             "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
-            "prediction": predicted or None,
+            "prediction": decoder.encode(predicted, raw=True)[: service.context] if predicted else None,
             "salt": salt,
         }
         found = []
@@ -104,19 +105,22 @@ def chosen_tools(
 class Choice:
     """One choice of a response, as it is generated."""
 
-    def __init__(self, service: Service, tools: Sequence[str] = ()) -> None:
-        """It is parsed for calls of these tools."""
+    def __init__(self, service: Service, asked: ChatRequest) -> None:
+        """It is parsed for calls of the tools that the request has."""
+        tools = callable_tools(asked)
         self.text = ""
         self.finish: str | None = None
         self.calls: list[dict[str, Any]] = []
         self.finds_calls = bool(tools)
         self._found = finder(style(service), tools) if tools else None
+        self._one = asked.parallel_tool_calls is False  # all calls but the first are left out
 
     def take(self, step: Step) -> list[dict[str, Any]]:
         """The deltas of a step."""
         found = [Found(step.text)] if self._found is None else self._found.push(step.text)
         if step.finish is not None:
             found += [] if self._found is None else self._found.finish()
+        found = [piece for piece in found if not (self._one and piece.call)]
         deltas = [self._delta(piece) for piece in found if piece.text or piece.call is not None]
         if step.finish is not None:
             self.finish = "tool_calls" if self.calls and step.finish == "stop" else step.finish
@@ -148,7 +152,7 @@ class Choice:
 async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, Any]:
     """The complete response."""
     orders, created = await orders_of(service, asked, salt), int(time())
-    choices = [Choice(service, callable_tools(asked)) for _ in orders]
+    choices = [Choice(service, asked) for _ in orders]
     steps: list[list[Step]] = [[] for _ in orders]
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
@@ -177,7 +181,7 @@ async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, An
 async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGenerator[Event, None]:
     """The response as a stream."""
     orders, name = await orders_of(service, asked, salt), new_id("chatcmpl-")
-    choices = [Choice(service, callable_tools(asked)) for _ in orders]
+    choices = [Choice(service, asked) for _ in orders]
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = {"id": name, "object": "chat.completion.chunk", "created": int(time()), "model": service.name}
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}

@@ -24,6 +24,7 @@ async def orders_of(service: Service, asked: CompletionRequest, salt: str) -> tu
     decoder, method = service.decoder, service.method_of(asked)
     prompt = asked.prompt
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+    service.check_count(asked.n or 1, len(prompts))
     samplings = service.samplings_of(asked, asked.n or 1)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
 

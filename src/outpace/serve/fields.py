@@ -1,4 +1,7 @@
-"""Request bodies: every field with its range. Unknown fields are ignored, as OpenAI's clients expect."""
+"""Request bodies: every field with its range.
+
+Unknown fields are ignored, as OpenAI's clients expect, except those of other servers that would change the text.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,30 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Schema = dict[str, Any]
 
 
+# Fields that are not supported, of OpenAI's and vLLM's, and their values that have no effect.
+NO_SUCH: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "prompt_embeds": (None,),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
+    "include_stop_str_in_output": (None, False),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "truncate_prompt_tokens": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "grammar": (None, ""),
+}
+
+
 class Fields(BaseModel):
     """A part of a request."""
 
@@ -31,6 +58,8 @@ class Fields(BaseModel):
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise PydanticCustomError("text", "must be text: it has a lone surrogate") from error
+        except RecursionError as error:
+            raise PydanticCustomError("nested", "is nested too deeply") from error
         except (TypeError, ValueError):
             pass  # not from JSON; the fields' own checks report it
         return data
@@ -140,7 +169,7 @@ class TemplateSettings(Fields):
 class Asked(Fields):
     """Fields of all kinds of requests."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}  # unsupported fields, and their values that have no effect
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}  # unsupported ones beside NO_SUCH
 
     model: Name | None = None
     stream: bool = False
@@ -161,7 +190,7 @@ class Asked(Fields):
     @model_validator(mode="before")
     @classmethod
     def _is_supported(cls, data: Any) -> Any:
-        for name, idle in cls.refused.items():
+        for name, idle in {**NO_SUCH, **cls.refused}.items():
             if isinstance(data, dict) and name in data and not any(data[name] == value for value in idle):
                 raise Fault(f"{name} is not supported. Leave it out.", param=name, code="unsupported_parameter")
         return data
@@ -185,13 +214,8 @@ class ChatRequest(Sampled):
         "modalities": (None, ["text"]),
         "audio": (None,),
         "web_search_options": (None,),
-        "best_of": (None, 1),
-        "use_beam_search": (None, False),
-        "guided_grammar": (None,),
+        "add_generation_prompt": (None, True),
         "continue_final_message": (None, False),
-        "suffix": (None, ""),
-        "echo": (None, False),
-        "prompt_embeds": (None,),
     }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
@@ -201,6 +225,7 @@ class ChatRequest(Sampled):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     chat_template_kwargs: TemplateSettings | None = None
 
@@ -209,11 +234,10 @@ class CompletionRequest(Sampled):
     """`/v1/completions`."""
 
     refused = {
-        "suffix": (None, ""),
-        "echo": (None, False),
-        "best_of": (None, 1),
-        "use_beam_search": (None, False),
-        "prompt_embeds": (None,),
+        "max_completion_tokens": (None,),
+        "response_format": (None, {"type": "text"}),
+        "tools": (None, []),
+        "prediction": (None,),
     }
 
     prompt: Text | Tokens | Annotated[list[Text] | list[Tokens], Field(min_length=1, max_length=128)]
@@ -287,6 +311,17 @@ class ResponsesRequest(Asked):
         "prompt": (None,),
         "truncation": (None, "disabled"),
         "reasoning": (None, {}),
+        "include": (None, []),
+        "max_tool_calls": (None,),
+        "max_tokens": (None,),
+        "max_completion_tokens": (None,),
+        "n": (None, 1),
+        "stop": (None, []),
+        "logprobs": (None, False),
+        "top_logprobs": (None, 0),
+        "response_format": (None,),
+        "prediction": (None,),
+        "trace": (None, False),
     }
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
@@ -295,3 +330,4 @@ class ResponsesRequest(Asked):
     text: TextSettings | None = None
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None

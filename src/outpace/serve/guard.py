@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Callable
 from hashlib import sha256
 from time import perf_counter
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,10 +21,13 @@ OPEN = ("/health", "/")  # need no key: the page is a static file, and asks the 
 
 
 class Guard:
-    """Checks API key, Host, Origin, and the sizes of headers and body. Logs requests, never their contents."""
+    """Checks API key, Host, Origin, and the sizes of headers and body. Logs requests, never their contents.
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self.app, self.settings = app, settings
+    Calls `begin` at every request: nobody else starts a mounted application.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings, begin: Callable[[], None]) -> None:
+        self.app, self.settings, self._begin = app, settings, begin
         self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,13 +37,14 @@ class Guard:
                 await self.app(scope, receive, send)
             return
         start, status, read = perf_counter(), 499, 0
-        started = False
+        started = ended = False
 
         async def watched(message: Message) -> None:
-            nonlocal status, started
+            nonlocal status, started, ended
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
             await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
 
         async def limited() -> Message:
             nonlocal read
@@ -52,14 +57,19 @@ class Guard:
 
         try:
             self._check(scope)
+            self._begin()
             await self.app(scope, limited, watched)
         except Fault as fault:
             if started:
                 raise
             await fault.response()(scope, receive, watched)
+        except Exception:  # the application's outermost layer answers it
+            status, ended = 500, True
+            raise
         finally:
             spent = 1000 * (perf_counter() - start)
-            log.info("%s %s %d %.0f ms", scope["method"], scope["path"], status, spent)
+            status = status if ended else 499  # the client left
+            log.info("%s %s %d %.0f ms", scope["method"], quote(scope["path"]), status, spent)
 
     def _check(self, scope: Scope) -> None:
         headers = _headers(scope)
@@ -70,9 +80,10 @@ class Guard:
         if self.settings.hosts and name not in self.settings.hosts:
             raise Fault(f"the Host {name!r} is not a name of this server.", 403, code="invalid_host")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _place(origin) != host:
             raise Fault("requests from other sites are not allowed.", 403, code="invalid_origin")
-        if self._digests and scope["path"] not in OPEN and not self._knows(_bearer(headers)):
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        if self._digests and path not in OPEN and not self._knows(_bearer(headers)):
             message = "a valid API key is needed: send the header Authorization: Bearer KEY."
             raise Fault(message, 401, code="invalid_api_key")
         if scope["method"] == "POST":
@@ -91,6 +102,14 @@ class Guard:
 
 def _too_large(settings: Settings) -> Fault:
     return Fault(f"the body is larger than {settings.max_body} bytes.", 413, code="body_too_large")
+
+
+def _place(origin: str) -> str | None:
+    """The host and port of an Origin; None if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _headers(scope: Scope) -> dict[str, str]:

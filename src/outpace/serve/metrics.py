@@ -78,7 +78,7 @@ class Metrics:
         readings = {
             "num_requests_running": lambda: worker.running,
             "num_requests_waiting": lambda: worker.waiting,
-            "kv_cache_usage_perc": lambda: (pool.held + pool.kept) / pool.capacity,
+            "kv_cache_usage_perc": lambda: pool.held / (pool.limit or pool.capacity),  # kept prefixes are free
         }
         for name, read in readings.items():
             self._gauges[name].labels(**self._labels).set_function(read)

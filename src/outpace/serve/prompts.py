@@ -97,7 +97,7 @@ def _as_object(arguments: str) -> Any:
     """Arguments as an object, which templates write as JSON; a string that is not JSON stays one."""
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator
 from time import time
 from typing import Any
 
-from .chat import Choice, callable_tools, orders_of
+from pydantic import ValidationError
+
+from .chat import Choice, orders_of
 from .faults import Fault
 from .fields import (
     Call,
@@ -28,7 +30,14 @@ from .service import Reply, Service
 
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
-    """The request as a chat request."""
+    """The request as a chat request; a Fault if it is too large for one."""
+    try:
+        return _as_chat(asked)
+    except ValidationError as error:
+        raise Fault(f"the input is not a chat: {error.errors()[0]['msg']}.", param="input") from error
+
+
+def _as_chat(asked: ResponsesRequest) -> ChatRequest:
     items = [InputItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
     messages = [Message(role="developer", content=asked.instructions)] if asked.instructions else []
     messages += [_message(item) for item in items]
@@ -97,7 +106,7 @@ class _Shape:
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
@@ -154,7 +163,7 @@ async def whole(service: Service, asked: ResponsesRequest, salt: str) -> dict[st
     """The complete response."""
     chat = as_chat(asked)
     orders = await orders_of(service, chat, salt)
-    shape, choice = _Shape(service, asked), Choice(service, callable_tools(chat))
+    shape, choice = _Shape(service, asked), Choice(service, chat)
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
             for _, step in batch:
@@ -168,7 +177,7 @@ async def streamed(
     """The response as a stream of named and numbered events."""
     chat = as_chat(asked)
     orders = await orders_of(service, chat, salt)
-    shape, choice = _Shape(service, asked), Choice(service, callable_tools(chat))
+    shape, choice = _Shape(service, asked), Choice(service, chat)
     number = -1
     items: list[str | int] = []  # the response's items in order: "message", or the number of a call
 

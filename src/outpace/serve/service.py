@@ -42,11 +42,14 @@ class Service:
         self._metrics: Metrics | None = None
         self._threads = ThreadPoolExecutor(2, "outpace-reads")  # prompts are encoded here
         self._loading = Thread(target=self._load, name="outpace-loads", daemon=True)
+        self._begun = False
         self.on_ready: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Load the model, if needed, and start decoding."""
-        self._loading.start()
+        """Load the model, if needed, and start decoding. Has no effect the second time."""
+        if not self._begun:
+            self._begun = True
+            self._loading.start()
 
     def _load(self) -> None:
         try:
@@ -134,10 +137,14 @@ class Service:
         """Do slow work in another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    def check_count(self, n: int, prompts: int = 1) -> None:
+        """Raise a Fault if a request asks for too many choices."""
+        if n * prompts > self.settings.max_n:
+            message = f"a request may have at most {self.settings.max_n} choices, not {n * prompts}."
+            raise Fault(message, param="n" if n > 1 else "prompt")
+
     def ask(self, orders: Sequence[Order]) -> Reply:
         """Submit the sequences of a request."""
-        if len(orders) > self.settings.max_n:
-            raise Fault(f"a request may have at most {self.settings.max_n} choices, not {len(orders)}.", param="n")
         assert self._worker is not None
         return Reply(self._worker, orders, self.settings.deadline)
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from ..batch import Writing
 from ..decoder import Decoder, with_text
 from ..draft import Step
+from ..errors import OutpaceError
 from ..methods.base import Method
 from ..result import Result
 from ..text import TextStream
@@ -237,7 +238,8 @@ class Worker:
                 reason = item.finish
             else:
                 if not isinstance(item, Fault):
-                    log.warning("a sequence ended with %s", type(item).__name__)
+                    unexpected = None if isinstance(item, OutpaceError) else item
+                    log.warning("a sequence ended with %s", type(item).__name__, exc_info=unexpected)
                 reason = "error"
             mail.setdefault(job.mailbox, []).extend(self._due(job, now))
             self._end(job, reason)
