@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,9 +117,13 @@ class Running:
 
 
 @contextmanager
-def running(source: Any, wait: bool = True, drain: float = 5.0, port: int = 0, **settings: Any) -> Iterator[Running]:
-    """Start a server, and end it."""
+def running(
+    source: Any, wait: bool = True, drain: float = 5.0, port: int = 0, unread: int | None = None, **settings: Any
+) -> Iterator[Running]:
+    """Start a server, and end it. unread: about how many bytes a connection takes that nobody reads."""
     with listen("127.0.0.1", port, True) as place:
+        if unread is not None:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, unread)
         server = Server(source, Settings(**{"name": "tiny", **settings}), drain)
         # The address is read first: a server that cannot load its model closes the socket at once.
         found = Running(server, f"http://127.0.0.1:{place.getsockname()[1]}")

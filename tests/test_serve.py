@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import re
@@ -319,16 +320,52 @@ class TestOthers:
         assert server.http.get("/v1/models/tiny").json()["id"] == "tiny"
         assert server.http.get("/v1/models/a/b").status_code == 404
 
-    def test_metrics_have_vllms_names(self, server: Running) -> None:
-        server.chat()
-        text = server.http.get("/metrics").text
-        labels = '{engine="0",model_name="tiny"}'
-        for name in ("num_requests_running", "kv_cache_usage_perc", "prompt_tokens_total", "generation_tokens_total"):
-            assert f"vllm:{name}{labels}" in text
-        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_decode_time_seconds"):
-            assert f"vllm:{name}_bucket" in text
-        assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}' in text
-        assert f"vllm:num_requests_running{labels} 0.0" in text
+    def test_metrics_have_vllms_names_and_count_what_happened(self, server: Running) -> None:
+        def figures() -> dict[str, float]:
+            server.settle()
+            lines = server.http.get("/metrics").text.splitlines()
+            pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("vllm:")]
+            found = {re.sub(r'engine="0",|,?model_name="tiny"|\{\}', "", name): float(value) for name, value in pairs}
+            return {name.replace("{}", "").removeprefix("vllm:"): value for name, value in found.items()}
+
+        before = figures()
+        answer = server.chat("one two one two one two", method="prompt-lookup", max_tokens=40).json()
+        after = figures()
+        told = {name: after[name] - before.get(name, 0) for name in after}
+        usage, drafted = answer["usage"], answer["metrics"]["speculative_decoding"]
+        assert told["prompt_tokens_total"] == told["prefix_cache_queries_total"] == usage["prompt_tokens"]
+        assert told["prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert told["generation_tokens_total"] == told["request_generation_tokens_sum"] == 40
+        assert told["iteration_tokens_total_sum"] == 40
+        assert told['request_success_total{finished_reason="length"}'] == 1
+        assert told["spec_decode_num_draft_tokens_total"] == drafted["num_draft_tokens"] > 0
+        right = told["spec_decode_num_accepted_tokens_total"]
+        assert right == drafted["num_accepted_draft_tokens"]
+        by_place = [
+            value for name, value in told.items() if name.startswith("spec_decode_num_accepted_tokens_per_pos_t")
+        ]
+        assert sum(by_place) == right
+        assert told["spec_decode_num_drafts_total"] <= drafted["num_spec_steps"]
+        for name in (
+            *("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_inference_time"),
+            *("request_prefill_time", "request_decode_time", "request_time_per_output_token"),
+        ):
+            assert told[f"{name}_seconds_count"] == 1, name
+        assert 0 < told["inter_token_latency_seconds_count"] < 40
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert after[name] == 0, name
+
+    def test_gauges_show_what_runs_and_waits(self) -> None:
+        with running(new_decoder(), max_texts=1) as server, ThreadPoolExecutor(2) as threads:
+            with server.paused():
+                texts = [threads.submit(server.text, "x") for _ in range(2)]
+                wait_until(lambda: server.service.open == 2)
+                wait_until(lambda: 'num_requests_waiting{engine="0",model_name="tiny"} 1.0' in self.told(server))
+                assert 'num_requests_running{engine="0",model_name="tiny"} 1.0' in self.told(server)
+            assert texts[0].result() == texts[1].result()
+
+    def told(self, server: Running) -> str:
+        return server.http.get("/metrics").text
 
     def test_the_page_is_on_its_own(self, server: Running) -> None:
         answer = server.http.get("/")
@@ -577,7 +614,26 @@ class TestGuard:
         wait_until(lambda: "/v1/chat/completions 499" in caplog.text)
         monkeypatch.setattr(server.service, "check_model", lambda name: 1 // 0)
         assert server.chat().status_code == 500
-        assert "/v1/chat/completions 500" in caplog.text
+        wait_until(lambda: "/v1/chat/completions 500" in caplog.text)
+
+    def test_an_internal_error_leaves_the_connection_open(
+        self, server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=LONG)
+
+        def ask() -> tuple[int, Any]:
+            body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.load(answer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.service, "check_model", lambda name: 1 // 0)
+            status, body = ask()
+        assert (status, body["error"]["code"]) == (500, "internal_error")
+        assert "ZeroDivisionError" in caplog.text
+        assert ask()[0] == 200
+        connection.close()
 
 
 def slow(running: Running, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -666,10 +722,30 @@ class TestFaults:
         assert count == 3
         assert server.held == 0
 
-    def test_a_slow_reader(self, server: Running, others: None) -> None:
-        connection = self.open_stream(server, trace=True, logprobs=True, top_logprobs=20)
-        time.sleep(0.5)  # it reads nothing; the others go on
-        connection.close()
+    def test_a_slow_reader(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While its connection takes nothing, its steps wait. They come in few events later; the others go on."""
+        taken, take = list[int](), worker.Mailbox.take
+
+        async def watched(mailbox: worker.Mailbox) -> Any:
+            items = await take(mailbox)
+            taken.append(len(items))
+            return items
+
+        monkeypatch.setattr(worker.Mailbox, "take", watched)
+        with running(new_decoder(), unread=4096) as server:
+            expected = server.text("other", max_tokens=50)
+            fields = {"logprobs": True, "top_logprobs": 20, "speculative": False, "max_tokens": 1000}
+            with self.ask(server, stream=True, **fields) as connection:
+                connection.settimeout(LONG)
+                assert server.text("other", max_tokens=50) == expected
+                server.settle()  # all tokens are there, and most of them are not sent
+                read = b""
+                while not read.endswith(b"0\r\n\r\n"):
+                    read += connection.recv(2**20)
+            assert max(taken) > 100
+            assert server.held == 0
+        chunks = [json.loads(line[6:]) for line in read.split(b"\n") if line.startswith(b"data: {")]
+        assert sum(len((chunk["choices"][0].get("logprobs") or {"content": []})["content"]) for chunk in chunks) == 1000
 
     def test_an_error_in_one_text(self, server: Running, others: None) -> None:
         decoder = server.service.decoder

@@ -160,7 +160,18 @@ def test_llm(server: Running, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     person = able.prompt("who?", schema=PERSON, stream=False, key=KEY, temperature=0, max_tokens=90)
     assert set(json.loads(person.text())) == {"name", "age"}
     told = able.prompt("who?", tools=[llm.Tool(name="tell", input_schema=PERSON)], stream=False, key=KEY, **options)
-    assert told.tool_calls() == []  # the model is told of it, and calls nothing here
+    assert told.tool_calls() == []  # the model is told of it, and calls nothing by itself here
+
+    class Forced(Chat):  # type: ignore[misc]
+        def build_kwargs(self, prompt: Any, stream: bool) -> dict[str, Any]:
+            return {**super().build_kwargs(prompt, stream), "tool_choice": "required"}
+
+    forced = Forced("forced", model_name="tiny", api_base=f"{server.url}/v1", supports_tools=True)
+    for stream in (False, True):
+        tools = [llm.Tool(name="tell", input_schema=PERSON)]
+        told = forced.prompt("who?", tools=tools, stream=stream, key=KEY, temperature=0, max_tokens=150)
+        (call,) = told.tool_calls()
+        assert (call.name, set(call.arguments)) == ("tell", {"name", "age"})
     with pytest.raises(openai.AuthenticationError):
         able.prompt("hello", stream=False, key="wrong", **options).text()
     chat = model.conversation()

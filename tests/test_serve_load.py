@@ -48,16 +48,23 @@ def a_request(draw: random.Random) -> dict[str, Any]:
         if draw.random() < 0.2:
             body[name] = draw.choice(values)
     body["stream"] = draw.random() < 0.5
+    body["trace"] = draw.random() < 0.5
     return body
 
 
-def answer(server: Running, body: dict[str, Any], leave_after: int | None = None) -> list[tuple[str, str | None]]:
+Text = tuple[str, list[int], "str | None"]  # with its tokens, if the request has a trace, and how it ended
+
+
+def answer(server: Running, body: dict[str, Any], leave_after: int | None = None) -> list[Text]:
     """The texts and how they ended; of a stream that is left after some events, as far as it went."""
-    texts = [["", None] for _ in range(body.get("n", 1))]
     if not body["stream"]:
         found = server.http.post("/v1/chat/completions", json=body)
         assert found.status_code == 200, found.text
-        return [(choice["message"]["content"], choice["finish_reason"]) for choice in found.json()["choices"]]
+        return [
+            (choice["message"]["content"], tokens_of(choice), choice["finish_reason"])
+            for choice in found.json()["choices"]
+        ]
+    texts: list[list[Any]] = [["", [], None] for _ in range(body.get("n", 1))]
     with server.http.stream("POST", "/v1/chat/completions", json=body) as stream:
         assert stream.status_code == 200, stream.read()
         for number, line in enumerate(line for line in stream.iter_lines() if line):
@@ -66,8 +73,14 @@ def answer(server: Running, body: dict[str, Any], leave_after: int | None = None
             choice = json.loads(line.removeprefix("data: "))["choices"][0]
             place = texts[choice["index"]]
             place[0] += choice["delta"].get("content", "")
-            place[1] = choice["finish_reason"] or place[1]
-    return [(str(text), finish) for text, finish in texts]
+            place[1] += tokens_of(choice)
+            place[2] = choice["finish_reason"] or place[2]
+    return [(text, tokens, finish) for text, tokens, finish in texts]
+
+
+def tokens_of(choice: dict[str, Any]) -> list[int]:
+    """Different tokens of a tiny model may have the same text: bytes that are no character."""
+    return [token for step in choice.get("trace", ()) for token in step["tokens"]]
 
 
 def check(count: int, seconds: float, slots: int) -> None:
@@ -79,7 +92,7 @@ def check(count: int, seconds: float, slots: int) -> None:
     with running(new_decoder(context=512), max_texts=16, max_queue=count * 2, slots=slots) as busy:
         begin = time.monotonic()
 
-        def at_its_time(number: int) -> list[tuple[str, str | None]]:
+        def at_its_time(number: int) -> list[Text]:
             time.sleep(max(0.0, starts[number] - (time.monotonic() - begin)))
             return answer(busy, requests[number], leaves[number])
 
@@ -96,8 +109,9 @@ def check(count: int, seconds: float, slots: int) -> None:
             if left is None:
                 assert texts == alone, body
             else:
-                for (text, _), (whole, _) in zip(texts, alone, strict=True):
+                for (text, tokens, _), (whole, all_tokens, _) in zip(texts, alone, strict=True):
                     assert whole.startswith(text), body
+                    assert all_tokens[: len(tokens)] == tokens, body
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
@@ -129,4 +143,4 @@ def test_memory_is_flat_and_no_slot_is_lost() -> None:
         server.settle()
         assert server.held == 0
     later = sizes[len(sizes) // 3 :]
-    assert max(later) <= 1.02 * min(later) + 8 * 2**20
+    assert max(later) <= 1.04 * min(later)  # 2 % above and below

@@ -120,7 +120,8 @@ def test_what_texts_hold_stays_text(page: Any) -> None:
 
 
 @browser
-def test_stop_ends_the_answer(page: Any, server: Running) -> None:
+@pytest.mark.parametrize("by", ["Escape", "#stop"])
+def test_stop_ends_the_answer(page: Any, server: Running, by: str) -> None:
     worker = server.service._worker
     assert worker is not None
     with server.paused(when=lambda: sum(job.result.new_tokens for job in worker._jobs.values()) > 30):
@@ -128,7 +129,7 @@ def test_stop_ends_the_answer(page: Any, server: Running) -> None:
         page.fill("#said", "hello")
         page.keyboard.press("Enter")
         page.wait_for_selector(".token >> nth=3")
-        page.keyboard.press("Escape")
+        page.click(by) if by.startswith("#") else page.keyboard.press(by)
         page.wait_for_selector("#send:enabled")
         assert page.text_content(".assistant .note") == "stopped"
     server.settle()
@@ -144,6 +145,24 @@ def test_a_lost_connection_shows_and_the_page_goes_on(page: Any) -> None:
     page.wait_for_selector("#lost", state="hidden")
     ask(page, "again")
     assert page.locator(".assistant").nth(1).locator(".token").count() > 3
+
+
+@browser
+def test_a_connection_lost_within_an_answer_shows(page: Any) -> None:
+    with running(new_decoder(), drain=0.1) as short:
+        worker = short.service._worker
+        assert worker is not None
+        page.goto(short.url)
+        page.wait_for_selector("#send:enabled")
+        with short.paused(when=lambda: sum(job.result.new_tokens for job in worker._jobs.values()) > 30):
+            page.evaluate("document.getElementById('max_tokens').value = 1500")
+            page.fill("#said", "hello")
+            page.keyboard.press("Enter")
+            page.wait_for_selector(".token >> nth=3")
+            for connection in [*short.server.server_state.connections]:
+                short.server.servers[0].get_loop().call_soon_threadsafe(connection.transport.abort)
+            page.wait_for_selector("#send:enabled")
+            assert "connection was lost" in page.text_content(".assistant .note")
 
 
 @browser

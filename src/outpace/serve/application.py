@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from .. import __version__
 from . import chat, completions, responses
-from .faults import Fault, fault_of
+from .faults import Fault
 from .fields import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from .guard import Guard
 from .prompts import chat_tokens, raw_tokens
@@ -48,9 +48,7 @@ def build(source: Source, settings: Settings) -> FastAPI:
     app.add_middleware(Guard, settings=settings, begin=service.start)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Fault, lambda _, error: fault_of(error).response())
     app.add_exception_handler(ClientGone, lambda _, error: Response(status_code=499))
-    app.add_exception_handler(Exception, lambda _, error: fault_of(error).response())
     started = int(time())
 
     @app.get("/health")

@@ -13,7 +13,8 @@ from urllib.parse import quote, urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .faults import Fault
+from ..errors import OutpaceError
+from .faults import Fault, fault_of
 from .settings import Settings
 
 log = logging.getLogger("outpace.serve")
@@ -22,6 +23,9 @@ OPEN = ("/health", "/")  # need no key: the page is a static file, and asks the 
 
 class Guard:
     """Checks API key, Host, Origin, and the sizes of headers and body. Logs requests, never their contents.
+
+    Answers what the application raises: above this layer, the server would close the connection behind the answer, and
+    a client that has sent its next request on it would see a reset.
 
     Calls `begin` at every request: nobody else starts a mounted application.
     """
@@ -59,13 +63,13 @@ class Guard:
             self._check(scope)
             self._begin()
             await self.app(scope, limited, watched)
-        except Fault as fault:
+        except Exception as error:
             if started:
+                status, ended = 500, True
                 raise
-            await fault.response()(scope, receive, watched)
-        except Exception:  # the application's outermost layer answers it
-            status, ended = 500, True
-            raise
+            if not isinstance(error, (Fault, OutpaceError)):
+                log.exception("a request failed")
+            await fault_of(error).response()(scope, receive, watched)
         finally:
             spent = 1000 * (perf_counter() - start)
             status = status if ended else 499  # the client left

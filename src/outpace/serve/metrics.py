@@ -118,7 +118,7 @@ class Metrics:
             if step.draft.candidates > 1:
                 drafts += 1
                 offered += step.draft.candidates - 1
-                right.append(len(step.rows) - 1)
+                right.append(len(step.sources) - step.sources.count(MODEL))
         if drafts:
             self._count("spec_decode_num_drafts", drafts)
             self._count("spec_decode_num_draft_tokens", offered)
