@@ -53,6 +53,12 @@ class TestVerify:
         assert found["passed"] is True
         assert len(found["margins"]) == 12
 
+    def test_the_weights_of_the_run_are_loaded_again(self, folder: Path, tmp_path: Path) -> None:
+        generate(folder, "--weights", "q8", "--max-new-tokens", 6, "--trace", tmp_path / "trace.json")
+        result = outpace("verify", tmp_path / "trace.json", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        assert outpace("verify", tmp_path / "trace.json", "--device", "cpu", "--weights", "q4").exit_code == 1
+
     def test_fail(self, trace: Path) -> None:
         stored = json.loads(trace.read_text())
         stored["sampling"]["seed"] = 6

@@ -239,3 +239,10 @@ def test_drawings(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("costs.svg", "heads.png"))
     with pytest.raises(InputError, match="could not be written"):
         save_calibration(curve, look, tmp_path / "nowhere" / "costs.svg")
+
+
+@pytest.mark.parametrize("text", ["5", '"x"', "null", "[]", "{}", "{"])
+def test_a_curve_that_is_none_is_ignored(tmp_path: Path, text: str) -> None:
+    saved = FLAT.save(tmp_path)
+    saved.write_text(text)
+    assert load(tmp_path, FLAT.about) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import sys
@@ -15,13 +16,24 @@ import pytest
 import torch
 
 import outpace
-from outpace import Autoregressive, Decoder, DraftModel, InputError, InvalidLogits, Jacobi, Lookahead, PromptLookup
+from outpace import (
+    Autoregressive,
+    Decoder,
+    DraftModel,
+    InputError,
+    InvalidLogits,
+    Jacobi,
+    Lookahead,
+    PromptLookup,
+    Sampling,
+)
+from outpace.loop import decode
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.runtime.graphs import GraphEngine
 
-from .models import tiny, tiny_chain
-from .serving import bytewise
+from .models import build, tiny, tiny_chain
+from .serving import SIZES, bytewise
 
 METHODS = [Autoregressive(), Jacobi(window=4), PromptLookup(rows=12), Lookahead(window=4, ngram=3, guesses=4)]
 
@@ -399,3 +411,33 @@ def test_a_step_that_asks_for_a_text_is_told_so() -> None:
         decoder.generate([1, 2, 3], sampling=outpace.Sampling(processors=[ask]))
     assert decoder.generate([1, 2, 3], max_new_tokens=5).new_tokens == 5
     assert decoder.engine.pool.held == 0
+
+
+@pytest.mark.parametrize("context", [1, 2, 8, 16, 17])
+def test_the_default_works_for_the_shortest_contexts(context: int) -> None:
+    model = build("Llama", {**SIZES, "max_position_embeddings": context}, 0, torch.float32)
+    found = Decoder(model).generate([1] * max(1, context // 2), max_new_tokens=100) if context > 1 else None
+    assert found is None or len(found.token_ids) == context - max(1, context // 2)
+    with pytest.raises(InputError, match="Shorten the prompt"):
+        Decoder(model).generate([1] * context)
+
+
+def test_the_loop_ends_at_its_limit() -> None:
+    decoder = Decoder(tiny("Llama"))
+    text = decode(decoder.engine, outpace.Lookahead(), [1, 2, 3], Sampling(), lambda _: None, limit=5)
+    steps = list(text)
+    assert sum(len(step.tokens) for step in steps) == 5
+    assert steps[-1].finish == "length"
+
+
+def test_ends_may_be_set() -> None:
+    decoder = cycle()
+    decoder.ends = 3
+    assert decoder.ends == [3]
+    assert decoder.generate([0, 1, 2, 3, 4, 0], max_new_tokens=50).token_ids == [1, 2, 3]
+    config = copy.deepcopy(tiny("Llama"))
+    config.generation_config.min_new_tokens = 5
+    decoder = Decoder(config)
+    first = decoder.generate([1, 2, 3], max_new_tokens=4).token_ids[0]
+    decoder.ends = [first]  # which may not come before the minimum
+    assert first not in decoder.generate([1, 2, 3], max_new_tokens=4).token_ids

@@ -23,7 +23,7 @@ from outpace import (
 )
 from outpace.draft import chain, extended
 
-from .serving import new_decoder
+from .serving import bytewise, new_decoder
 from .test_batch import graph_decoder
 
 METHODS: list[Method] = [
@@ -146,3 +146,31 @@ def test_drafts_that_must_stay_as_they_are() -> None:
     draft = chain(7, [1, 2], "a")
     assert extended(draft, [1, 2, 3], "b", branches=False).tokens == (7, 1, 2, 3)
     assert extended(draft, [1, 3], "b", branches=False) is draft
+
+
+def test_a_constraint_serves_one_sequence() -> None:
+    decoder = new_decoder()
+    constraint = decoder.constraint(Grammar.regex("[0-9]{12}"), 1)
+    assert len(decoder.generate([1], grammar=constraint, max_new_tokens=40).text) == 12
+    with pytest.raises(InputError, match="made for another sequence"):
+        decoder.generate([1], grammar=constraint)
+    with pytest.raises(InputError, match="made for another sequence"):
+        decoder.generate([[1], [1]], grammar=decoder.constraint(Grammar.regex("[0-9]{12}"), 1))
+
+
+def test_a_prediction_has_no_token_that_begins_a_text() -> None:
+    decoder, seen = new_decoder(), list[bool]()
+
+    class Beginning:
+        """Puts a token before every text, unless told otherwise."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bytewise(), name)
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+            seen.append(add_special_tokens)
+            return {"input_ids": [255] * add_special_tokens + bytewise()(text)["input_ids"]}
+
+    decoder.tokenizer = Beginning()
+    decoder.generate([1, 2], prediction="abc", max_new_tokens=4)
+    assert seen == [False]

@@ -240,3 +240,30 @@ def test_the_folder_of_a_training_is_not_that_of_its_heads(tmp_path: Path) -> No
         read_config(tmp_path)
     with pytest.raises(ModelError, match=r"Give one that `outpace train` wrote"):
         read_config(tmp_path / "none")
+
+
+def test_processes_that_write_one_file_do_not_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one comes between writing and renaming."""
+    file, replace = tmp_path / "file", Path.replace
+
+    def late(half: Path, place: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        write_whole(file, "second")
+        return replace(half, place)
+
+    monkeypatch.setattr(Path, "replace", late)
+    write_whole(file, "first")
+    assert file.read_text() == "first"
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_prompt_that_is_too_long_ends_no_other(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "abc"}, {"prompt": "a" * 5000}, {"turns": ["ab", "a" * 5000, "c"]}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = ask(folder, "--prompts", tmp_path / "prompts.jsonl")
+    assert result.exit_code == 2
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    failed = {(line["number"], line.get("turn")) for line in found if "Shorten the prompt" in line.get("error", "")}
+    assert failed == {(1, None), (2, 2)}
+    assert {(line["number"], line.get("turn")) for line in found} - failed == {(0, None), (2, 1)}
+    assert "2 of 5 answers failed" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import outpace
-from outpace import Amphista, Autoregressive, Decoder, Lookahead, Method, ModelError, UnsupportedModel
+from outpace import Amphista, Autoregressive, Decoder, InputError, Lookahead, Method, ModelError, UnsupportedModel
 from outpace.models.adapters import Watch
 from outpace.models.hf import HFModel
 from outpace.runtime.graphs import GraphEngine
@@ -189,3 +190,57 @@ def test_adapters_before_the_prompt_are_refused() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(UnsupportedModel, match="prepends virtual tokens"):
         Decoder(peft.get_peft_model(copy.deepcopy(tiny("Llama")), config))
+
+
+def test_a_changed_scale_of_an_adapter_is_noticed() -> None:
+    model, prompt = with_lora(tiny("Llama")), prompt_of(3, 30)
+    decoder = Decoder(model, method="lookahead")
+    first = decoder.generate(prompt, max_new_tokens=8).token_ids
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(3.0)
+    longer = [*prompt, *first, 1]
+    found = decoder.generate(longer, max_new_tokens=16)
+    assert found.reused == 0
+    assert found.token_ids == greedy(model, longer)
+
+
+def test_an_engine_that_could_not_be_made_is_made_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = with_lora(tiny("Llama")), prompt_of(3, 30)
+    decoder = Decoder(model, method="lookahead")
+    make = decoder._runtime
+    with model.disable_adapter():
+        monkeypatch.setattr(decoder, "_runtime", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            decoder.generate(prompt)
+        monkeypatch.setattr(decoder, "_runtime", make)
+        plain = greedy(tiny("Llama"), prompt)
+        assert decoder.generate(prompt, max_new_tokens=16).token_ids == plain
+
+
+def test_threads_that_find_adapters_switched_have_one_new_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = with_lora(tiny("Llama")), prompt_of(3, 30)
+    decoder, engines = Decoder(model, method="lookahead"), []
+    make = decoder._runtime
+
+    def making(given: Any) -> Any:
+        engines.append(make(given))
+        return engines[-1]
+
+    monkeypatch.setattr(decoder, "_runtime", making)
+    with model.disable_adapter(), ThreadPoolExecutor(6) as threads:
+        plain = greedy(tiny("Llama"), prompt)
+        found = list(threads.map(lambda _: decoder.generate(prompt, max_new_tokens=16).token_ids, range(6)))
+    assert found == [plain] * 6
+    assert len(engines) == 1
+
+
+def test_a_batch_keeps_the_engine_that_it_began_with() -> None:
+    model, prompt = with_lora(tiny("Llama")), prompt_of(3, 30)
+    adapted = greedy(model, prompt)
+    decoder = Decoder(model, method="lookahead")
+    batch = decoder.batch()
+    batch.add(prompt, max_new_tokens=16)
+    with model.disable_adapter(), pytest.raises(InputError, match="Start another batch"):
+        batch.add(prompt)
+    assert [token for _, step in batch for token in step.tokens] == adapted

@@ -500,6 +500,9 @@ def test_broken_head_files_are_refused(kept: Path) -> None:
     (kept / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="lacks settings"):
         load(kept, model, KINDS)
+    (kept / "config.json").write_text("5")
+    with pytest.raises(ModelError, match="no JSON object"):
+        load(kept, model, KINDS)
     (kept / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
         load(kept, model, KINDS)

@@ -15,6 +15,7 @@ import transformers
 
 import outpace
 from outpace import hook
+from outpace.runtime.graphs import GraphEngine
 
 from .models import tiny
 from .test_cli import folder  # noqa: F401 (a fixture)
@@ -271,3 +272,31 @@ def test_threads_may_generate_with_one_model() -> None:
     expected = [write(ids) for ids in prompts]
     with ThreadPoolExecutor(3) as threads:
         assert [*threads.map(lambda ids: write(ids, custom_generate=METHODS[0]), prompts)] == expected
+
+
+def beyond(length: int, context: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
+    """transformers' text and ours, by programs, of a prompt near the end of the context."""
+    model = copy.deepcopy(tiny("Llama"))
+    monkeypatch.setattr(model.config, "max_position_embeddings", context)
+    monkeypatch.setattr(
+        hook, "engine_for", lambda adapted, *_, **__: GraphEngine(adapted, compiled=False, capacity=1024)
+    )
+    ids = torch.arange(length)[None] % 50
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, **options}
+    expected = model.generate(ids, **options)[0].tolist()
+    return expected, model.generate(ids, custom_generate=outpace.PromptLookup(), **options)[0].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}])
+def test_programs_end_with_the_context(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, found = beyond(155, 160, monkeypatch, **options)
+    assert found == expected
+    with pytest.warns(outpace.OutpaceWarning, match="at most 2 new tokens"):
+        expected, found = beyond(158, 160, monkeypatch, **options)
+    assert found == expected[:160]
+
+
+@pytest.mark.parametrize("length", [160, 161, 170])
+def test_programs_refuse_prompts_as_long_as_the_context(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(outpace.InputError, match=f"has {length} tokens, and the model a context of 160"):
+        beyond(length, 160, monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import ExitStack
 from itertools import product
@@ -248,3 +249,16 @@ def test_slots_are_counted_right(seed: int) -> None:
     pool.forget_all()
     assert (pool.held, pool.kept, pool.used) == (0, 0, 0)
     assert common(texts[0], texts[0]) == len(texts[0])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_failed_sequence_leaves_kept_prefixes_as_they_are(graphs: bool) -> None:
+    """Its own slots are cleared, since they may hold NaN; those that it reuses are another sequence's."""
+    decoder, prompt = decoder_of(graphs), prompt_of(3, 30)
+    nothing = Sampling(logit_bias=dict.fromkeys(range(decoder.model.vocabulary), -math.inf))
+    (expected,) = write(decoder, [prompt], Autoregressive())
+    with pytest.raises(BatchError, match="every token is ruled out"):
+        decoder.generate([prompt], method=Autoregressive(), sampling=nothing)
+    (again,) = write(decoder, [prompt], Autoregressive())
+    assert again.token_ids == expected.token_ids
+    assert again.reused > 0

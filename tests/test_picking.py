@@ -160,6 +160,10 @@ def test_no_token_left_is_an_error() -> None:
         {"seed": 1.5},
         {"logit_bias": {"5": 1.0}},
         {"logit_bias": {5: math.inf}},
+        {"logit_bias": None},
+        {"logit_bias": [(5, 1.0)]},
+        {"top_k": True},
+        {"temperature": True},
     ],
 )
 def test_settings_out_of_range_are_named(bad: dict[str, object]) -> None:

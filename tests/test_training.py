@@ -22,7 +22,7 @@ from outpace.models.whole import CHECKED, last_layers, layer_sizes, write_batch
 from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
 from outpace.training.muon import Muon, orthogonal
 from outpace.training.prompts import Exchange, derive, distinct
-from outpace.training.run import make_heads
+from outpace.training.run import _claim, _digest, make_heads
 from outpace.training.trainer import Plan, Trainer, _two
 
 from .models import VOCABULARY, mostly_slow, tiny
@@ -316,3 +316,15 @@ def test_training_does_not_wait_for_plans_of_cudnn(monkeypatch: pytest.MonkeyPat
     Trainer(model, adapted.norm, adapted.ends(), heads, Plan(updates=1, tokens=64)).run(texts)
     assert allowed
     assert not any(allowed)
+
+
+def test_answers_of_others_are_refused_and_their_batches_kept(tmp_path: Path) -> None:
+    """Of as many other prompts too; and a training that goes on has the batches that it began with."""
+    about = {"prompts": _digest(["a", "b"]), "batch": 0}
+    assert _claim(tmp_path, about, 7) == 7
+    assert _claim(tmp_path, about, 9) == 7
+    with pytest.raises(InputError, match="answers of another model, to other prompts"):
+        _claim(tmp_path, {**about, "prompts": _digest(["a", "c"])}, 7)
+    (tmp_path / "about.json").write_text("5")
+    with pytest.raises(InputError, match="answers of another model, to other prompts"):
+        _claim(tmp_path, about, 7)

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -31,6 +32,7 @@ from .runtime import calibrate
 from .runtime.choose import engine_for
 from .runtime.costs import load as load_costs
 from .runtime.graphs import MEMORY
+from .runtime.plain import Engine
 from .sources.prediction import Prediction
 from .text import Ending, TextStream
 
@@ -46,7 +48,8 @@ class Decoder:
     """A model and a tokenizer, ready to decode. It takes the model as it is now; a PeftModel with its adapters.
 
     The KV cache of the last sequence is kept, so that a chat's next turn prefills only what is new; `forget` frees it.
-    Changed weights and switched adapters are noticed, except for writes through `.data`: call `forget` after those.
+    Changed weights, and switched or rescaled adapters, are noticed, except for writes through `.data`: call `forget`
+    after those.
 
     Threads may share a Decoder: they take turns step by step, and outputs do not depend on each other. A stream left
     open blocks nobody. Only code that runs within a step (a logits processor) must not call the same Decoder.
@@ -81,46 +84,69 @@ class Decoder:
         check_tokenizer(tokenizer)
         self._given = model = base_of(model)
         self._runtime = partial(engine_for, runtime=runtime, exact=exact, memory=memory)
-        self._take_model()
+        self._watch = Watch(model) if hasattr(model, "config") else None
+        self._changing = RLock()
+        self._engine: Engine | None = self._new_engine()
         self.tokenizer = tokenizer
         self.ends = _end_tokens(model, tokenizer)
-        self._defaults = Defaults(model, self.ends, self.model.device)
         self.method = self.prepare(method or DEFAULT, **settings)
 
     def __repr__(self) -> str:
         runs = f"runtime={self.engine.name!r}, mode={self.engine.mode!r}, device={str(self.model.device)!r}"
         return f"<Decoder of {self.model.name!r}, method={self.method.name!r}, {runs}>"
 
-    def _take_model(self) -> None:
-        """Create the engine for the model as it is now."""
-        ours = hasattr(self._given, "config")
-        self._watch = Watch(self._given) if ours else None
-        self._adapters = () if self._watch is None else self._watch.adapters()
+    @property
+    def engine(self) -> Engine:
+        """Runs the forward passes. It is created for the model as it is, and again when adapters are switched."""
+        with self._changing:
+            if self._engine is None:
+                self._engine = self._new_engine()
+            return self._engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def _new_engine(self) -> Engine:
+        self._adapters = None if self._watch is None else self._watch.adapters()
         self._stamp = 0
-        self.engine = self._runtime(HFModel(self._given) if ours else self._given)
-        self.engine.costs = load_costs(calibrate.folder(), calibrate.about(self.engine))
-        if self.engine.why_fast:
+        engine = self._runtime(self._given if self._watch is None else HFModel(self._given))
+        engine.costs = load_costs(calibrate.folder(), calibrate.about(engine))
+        if engine.why_fast:
             warnings.warn(
-                f"{self.model.name} runs in fast mode, where rounding can decide a near-tie differently: "
-                f"{self.engine.why_fast}. To choose fast mode, use exact=False (--fast).",
+                f"{engine.model.name} runs in fast mode, where rounding can decide a near-tie differently: "
+                f"{engine.why_fast}. To choose fast mode, use exact=False (--fast).",
                 OutpaceWarning,
                 stacklevel=3,
             )
+        return engine
 
-    def _follow(self) -> None:
-        """Recreate the engine if adapters were switched; drop cached KV if weights have changed."""
+    def _follow(self) -> Engine:
+        """The engine, a new one if adapters were switched. Drops cached KV if weights have changed."""
         if self._watch is None:
-            return
-        if self._watch.adapters() != self._adapters:
-            if not self._grows:
-                raise InputError("the model's adapters were switched. Create a new Decoder on all ranks.")
-            del self.engine  # to free its memory
-            self._take_model()
-        stamp = self._watch.stamp()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            with self.engine.turns:
-                self.engine.pool.forget_all()
+            return self.engine
+        with self._changing:
+            if self._watch.adapters() != self._adapters:
+                if not self._grows:
+                    raise InputError("the model's adapters were switched. Create a new Decoder on all ranks.")
+                self._engine = None  # frees its memory first
+            engine, stamp = self.engine, self._watch.stamp()
+            changed, self._stamp = stamp != self._stamp, stamp
+        if changed:
+            with engine.turns:
+                engine.pool.forget_all()
+        return engine
+
+    @property
+    def ends(self) -> list[int]:
+        """The end-of-sequence tokens. They can be set; a single one too."""
+        return self._ends
+
+    @ends.setter
+    def ends(self, ends: int | Iterable[int]) -> None:
+        self._ends = [ends] if isinstance(ends, int) else [*ends]
+        self._defaults = Defaults(self._given, self._ends, self.model.device)
+        self.__dict__.pop("words", None)
 
     def forget(self) -> None:
         """Free the KV cache of the last sequence, which is kept for the next turn of a chat."""
@@ -265,7 +291,7 @@ class Decoder:
         prediction: str | Sequence[int] | None = None,
         salt: str = "",
     ) -> tuple[Request, TextStream | None]:
-        self._follow()
+        engine = self._follow()
         tokens = self.encode(prompt, raw)
         limit = self._limit(len(tokens), max_new_tokens)
         if not isinstance(stop, str | Iterable | None):
@@ -287,14 +313,15 @@ class Decoder:
             raise InputError(f"grammar={grammar!r:.60} must be an outpace.Grammar, like outpace.Grammar.regex(…).")
         if grammar is not None:
             constraint = self.constraint(grammar, len(tokens)) if isinstance(grammar, Grammar) else grammar
+            constraint.take()
             how = replace(how, processors=(*how.processors, constraint))
             hints.append(constraint)
         if prediction is not None and not hasattr(prediction, "__len__"):
             raise InputError(f"prediction={prediction!r:.60} must be a string or a list of token ids.")
         if prediction is not None and len(prediction):
-            hints.append(Prediction(self.encode(prediction, raw=True), len(tokens)))
+            hints.append(Prediction(self.encode(prediction, raw=True, add_special_tokens=False), len(tokens)))
         extras = Extras(logprobs, tuple(hints), salt)
-        return Request(self.engine, used, tokens, how, Ending(limit, self.ends, text), limit, extras), text
+        return Request(engine, used, tokens, how, Ending(limit, self.ends, text), limit, extras), text
 
     def constraint(self, grammar: Grammar, prompt_length: int) -> Constraint:
         """A grammar compiled for one sequence, which is slow for large ones; `request` accepts the result."""
@@ -342,9 +369,12 @@ class Decoder:
                     raise
         return batch
 
-    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """The prompt's token ids, through the chat template unless `raw`."""
-        tokens = encode(prompt, self.tokenizer, self.model.name, raw)
+    def encode(self, prompt: Prompt, raw: bool = False, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, through the chat template unless `raw`.
+
+        Without special tokens, such as the one that begins a text, a raw string is encoded as within an answer.
+        """
+        tokens = encode(prompt, self.tokenizer, self.model.name, raw, add_special_tokens)
         if not tokens:
             raise InputError("the prompt is empty. Give at least one token.")
         for token in (min(tokens), max(tokens)):
@@ -377,7 +407,7 @@ class Batch:
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise InputError(f"most={most!r} must be 1 or more, a whole number.")
         self.requests: list[Request] = []
-        self._decoder = decoder
+        self._decoder, self._engine = decoder, decoder.engine
         self._texts: list[TextStream | None] = []
         self._writing = Writing(most)
         self._cancelled: set[int] = set()
@@ -385,7 +415,11 @@ class Batch:
     def add(self, prompt: Prompt, **options: Unpack[Options]) -> int:
         """Add a request, with the options of `Decoder.stream` for one prompt. Returns its number."""
         request, text = self._decoder.request(prompt, **options)
-        with self._decoder.engine.turns:
+        if not self.requests:
+            self._engine = request.engine
+        if request.engine is not self._engine:
+            raise InputError("the model's adapters were switched since this batch began. Start another batch.")
+        with self._engine.turns:
             self.requests.append(request)
             self._texts.append(text)
             return self._writing.add(request)
@@ -394,7 +428,7 @@ class Batch:
         """End a sequence now. No effect on one that has ended."""
         if not 0 <= number < len(self.requests):
             raise InputError(f"there is no request {number} to cancel; this batch has {len(self.requests)}.")
-        with self._decoder.engine.turns:
+        with self._engine.turns:
             self._cancelled.add(number)
             self._writing.cancel(number)
 
@@ -402,7 +436,7 @@ class Batch:
         """Decode until all sequences have ended."""
         with closing(self):
             while self._writing:
-                with self._decoder.engine.turns:
+                with self._engine.turns:
                     events = self._writing.step()
                 for number, item in events:
                     if number not in self._cancelled:

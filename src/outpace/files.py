@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from . import __version__
 from .errors import InputError
@@ -27,7 +28,7 @@ def write_bytes_whole(path: Path, data: bytes) -> None:
             with place.open("wb") as file:
                 file.write(data)
             return
-        half = place.with_name(place.name + ".part")
+        half = place.with_name(f"{place.name}.{uuid4().hex}.part")  # another process may write the same file
         half.write_bytes(data)
         half.replace(place)
     except OSError as error:

@@ -94,6 +94,16 @@ class Constraint:
         self._matcher = grammar.compiled(words)
         self._ends = [*ends]
         self._read_to = prompt_length
+        self._taken = False
+
+    def take(self) -> None:
+        """Begin its sequence. Raises InputError for a second one, whose tokens it would take for those of the first."""
+        if self._taken:
+            raise InputError(
+                "this constraint was made for another sequence. Pass the Grammar, or make a constraint for each with "
+                "decoder.constraint(…)."
+            )
+        self._taken = True
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Rule out every token that may not come next."""

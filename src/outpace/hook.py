@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from .batch import Request, Writing
-from .errors import InputError
+from .errors import InputError, OutpaceWarning
 from .methods.base import Method
 from .models.hf import HFModel
 from .picking import Processor, Sampling
@@ -52,13 +53,15 @@ def generate(
         for text in texts:
             processors = [text.wrapped(processor) for processor in logits_processor or ()]
             how = _sampling(generation_config, processors)
-            writing.add(Request(engine, prepared, text.prompt, how, text.stop, _most(generation_config, input_ids)))
+            most = _most(generation_config, input_ids, text.prompt, engine)
+            writing.add(Request(engine, prepared, text.prompt, how, text.stop, most))
         while writing:
             with engine.turns:
                 events = writing.step()
-            for _number, item in events:
+            for number, item in events:
                 if isinstance(item, Exception):
                     raise item
+                texts[number].ended |= item.finish is not None
             streamer.show()
     streamer.end()
     longest = max(len(text.tokens) for text in texts)
@@ -199,10 +202,25 @@ def _refuse_what_is_not_supported(input_ids: torch.Tensor, generation_config: An
         raise InputError("return_dict_in_generate=True is not supported: Outpace returns token ids. Leave it out.")
 
 
-def _most(generation_config: Any, input_ids: torch.Tensor) -> int | None:
-    """The most new tokens by transformers' criteria; None if only the context is a limit."""
-    longest = getattr(generation_config, "max_length", None)
-    return longest - input_ids.shape[1] if isinstance(longest, int) and longest > input_ids.shape[1] else None
+def _most(generation_config: Any, input_ids: torch.Tensor, prompt: Sequence[int], engine: Engine) -> int | None:
+    """The most new tokens by transformers' criteria; None if they set no limit.
+
+    transformers goes on beyond the context, with a warning. CUDA graphs cannot.
+    """
+    longest, context = getattr(generation_config, "max_length", None), engine.model.context
+    most = longest - input_ids.shape[1] if isinstance(longest, int) and longest > input_ids.shape[1] else None
+    left = context - len(prompt)
+    if not engine.sizes or (most is not None and most <= left):
+        return most
+    if left < 1:
+        raise InputError(f"the prompt has {len(prompt)} tokens, and the model a context of {context}. Shorten it.")
+    warnings.warn(
+        f"the prompt has {len(prompt)} tokens, and the model a context of {context}: at most {left} new tokens are "
+        "generated.",
+        OutpaceWarning,
+        stacklevel=2,
+    )
+    return left
 
 
 def _sampling(generation_config: Any, processors: Sequence[Processor]) -> Sampling:

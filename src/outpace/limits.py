@@ -15,16 +15,20 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 def check_sampling(given: Mapping[str, Any]) -> None:
     """Raise InputError for an invalid value of a Sampling's field."""
     for name in WHOLE:
-        if name in given and not isinstance(given[name], int):
+        if name in given and not _is_number(given[name], int):
             raise InputError(f"{name}={given[name]!r} must be a whole number.")
     for name in NUMBERS:
         value = given.get(name, 0)
-        if not isinstance(value, (int, float)) and (name, value) != ("repetition_penalty", None):
+        if not _is_number(value, int | float) and (name, value) != ("repetition_penalty", None):
             raise InputError(f"{name}={value!r} must be a number.")
     for name, value in given.items():
         fits, allowed = _range(name, value)
         if not fits:
             raise InputError(f"{name}={value!r} is out of range: it must be {allowed}.")
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _range(name: str, value: Any) -> tuple[bool, str]:

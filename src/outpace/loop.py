@@ -117,12 +117,14 @@ def write(
                 yield from _by_program(engine, program, place, sequence, sampling, stop, text)
                 return
             with method.start(engine, sequence, picker) as drafter:
-                yield from _by_drafter(engine, drafter, sequence, picker, stop, extras)
+                yield from _by_drafter(engine, drafter, sequence, picker, stop, limit, extras)
         finally:
             method.remember(engine.model, text)
 
 
-def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop, extras: Extras) -> Text:
+def _by_drafter(
+    engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop, limit: int | None, extras: Extras
+) -> Text:
     """The loop with the host in every step: draft, score, verify, learn."""
     finish: str | None = None
     written, reused = 0, 0 if extras.written else len(sequence.slots)
@@ -130,7 +132,7 @@ def _by_drafter(engine: Engine, drafter: Drafter, sequence: Owner, picker: Picke
     def finished(token: int) -> bool:
         nonlocal finish, written
         written += 1
-        finish = stop(token)
+        finish = stop(token) or ("length" if written == limit else None)
         return finish is not None
 
     while finish is None:

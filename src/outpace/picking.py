@@ -61,6 +61,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_sampling(vars(self))
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError(f"logit_bias={self.logit_bias!r:.60} must be a dict of token ids and numbers.")
         for token, bias in self.logit_bias.items():
             if not (isinstance(token, int) and isinstance(bias, (int, float)) and bias < math.inf):
                 raise InputError(f"logit_bias={{{token!r}: {bias!r}}} must be a token id and a number below +inf.")

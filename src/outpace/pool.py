@@ -221,8 +221,9 @@ class Pool:
         except GeneratorExit:  # prefill has stopped; what is computed is valid
             self._keep(sequence)
             raise
-        except InvalidLogits:
-            self.wipe([slot for slot in _taken(sequence) if self._owners[slot] == 1])
+        except InvalidLogits:  # its own slots may hold NaN; shared and kept ones have served others
+            own = [slot for slot in _taken(sequence) if self._owners[slot] == 1 and not self._keepers[slot]]
+            self.wipe(own)
             raise
         finally:
             self._living = [other for other in self._living if other is not sequence]

@@ -17,7 +17,7 @@ PARTS = (".text", "['text']", '["text"]')  # in a template that takes a message'
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def encode(prompt: Prompt, tokenizer: Any, name: str, raw: bool = False) -> list[int]:
+def encode(prompt: Prompt, tokenizer: Any, name: str, raw: bool = False, add_special_tokens: bool = True) -> list[int]:
     """The prompt's token ids, through the chat template unless `raw`. `name` is the model's, for errors."""
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()  # a tensor or an array of token ids
@@ -40,7 +40,8 @@ def encode(prompt: Prompt, tokenizer: Any, name: str, raw: bool = False) -> list
     if isinstance(prompt, str):
         check_text("the prompt", prompt)
         if raw:
-            return list(tokenizer(prompt)["input_ids"])
+            options = {} if add_special_tokens else {"add_special_tokens": False}
+            return list(tokenizer(prompt, **options)["input_ids"])
         if not prompt.strip():
             raise InputError("the prompt is empty. Give at least one word.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

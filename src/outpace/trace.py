@@ -80,8 +80,9 @@ def record(
     max_new_tokens: int,
     stop: Sequence[str] = (),
     model: str | None = None,
+    weights: str | None = None,
 ) -> Trace:
-    """The trace of a finished run. `model` is the name to load the model by, if not its own."""
+    """The trace of a finished run. `model` is the name to load the model by, if not its own, with these `weights`."""
     sampling_to_json(sampling)  # raises InputError for processors
     penalty = decoder.sampling_for(sampling, prompt, max_new_tokens).repetition_penalty
     with decoder.engine.turns:  # a model's first fingerprint may run it
@@ -89,7 +90,7 @@ def record(
     return Trace(
         model=model or decoder.model.name,
         fingerprint=identity,
-        about=about(decoder.engine),
+        about={**about(decoder.engine), **({} if weights is None else {"weights": weights})},
         method=method.name,
         settings=settings_of(method),
         sampling=dataclasses.replace(sampling, repetition_penalty=penalty),

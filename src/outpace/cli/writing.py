@@ -164,7 +164,7 @@ def generate(
     steps = _write(decoder, tokens, {**asked, **also}, as_json)
     if trace is not None:
         asked["sampling"] = sampling
-        record(decoder, decoder.method, tokens, steps, model=model, **asked).save(trace)
+        record(decoder, decoder.method, tokens, steps, model=model, weights=weights, **asked).save(trace)
         if not as_json:
             typer.echo(f"trace in {trace}: check it with `outpace verify {trace}`", err=True)
     if picture is not None:
@@ -207,8 +207,10 @@ def verify(
     exact = runtime.startswith("exact") and same_kind
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
     name = model or found.model
-    if runtime == "packed" and name in NAMES:  # a GGUF file is loaded packed anyway
-        weights = weights or "packed"
+    if weights is None and name == found.model:
+        weights = found.about.get("weights")
+    if weights is None and runtime == "packed" and name in NAMES:  # a GGUF file is loaded packed anyway
+        weights = "packed"
     decoder = load_decoder(name, dtype or found.about.get("dtype"), device, how, exact, weights)
     receipt = check(decoder, found, tolerance)
     if as_json:
@@ -255,6 +257,8 @@ def _write_together(decoder: Decoder, entries: list[Entry], asked: dict[str, Any
     chats = [[*entry.before] for entry in entries]
     running: list[tuple[int, int]] = []  # by request: its entry and turn
     results: list[Result] = []
+    start, total = perf_counter(), sum(len(entry.turns) for entry in entries)
+    done = failed = 0
 
     def ask(place: int, turn: int) -> None:
         entry, chat = entries[place], chats[place]
@@ -262,34 +266,37 @@ def _write_together(decoder: Decoder, entries: list[Entry], asked: dict[str, Any
         try:
             batch.add(entry.turns[turn] if entry.plain and not entry.before else [*chat], **asked)
         except OutpaceError as error:
-            error.args = (f"prompt {place}: {error}",)
-            raise
+            tell(place, turn, decoder.begin(()), error)
+            return
         running.append((place, turn))
         results.append(decoder.begin(batch.requests[-1].prompt))
 
-    for place in range(len(entries)):
-        ask(place, 0)
-    start, total = perf_counter(), sum(len(entry.turns) for entry in entries)
-    done = failed = 0
+    def tell(place: int, turn: int, result: Result, error: Exception | None) -> None:
+        nonlocal done, failed
+        entry, why = entries[place], {}
+        if error is not None:
+            result.finish_reason, why = "error", {"error": str(error)}
+            failed += 1
+        named = {"turn": turn + 1} if len(entry.turns) > 1 else {}
+        line = {**entry.fields, "number": place, **named, "prompt": entry.turns[turn], **result.to_json()}
+        typer.echo(json.dumps({**line, **_likely(result), **why}))
+        done += 1
+        show(done / total)
+
     with progress_bar("generating") as show:
+        for place in range(len(entries)):
+            ask(place, 0)
         for number, item in batch:
             result, (place, turn) = results[number], running[number]
             result.seconds = perf_counter() - start
-            error = {}
             if isinstance(item, Exception):
-                result.finish_reason, error = "error", {"error": str(item)}
-                failed += 1
-            else:
-                result.take(item)
+                tell(place, turn, result, item)
+                continue
+            result.take(item)
             if result.finish_reason is None:
                 continue
-            done += 1
-            entry = entries[place]
-            named = {"turn": turn + 1} if len(entry.turns) > 1 else {}
-            line = {**entry.fields, "number": place, **named, "prompt": entry.turns[turn], **result.to_json()}
-            typer.echo(json.dumps({**line, **_likely(result), **error}))
-            show(done / total)
-            if turn + 1 < len(entry.turns) and not error:
+            tell(place, turn, result, None)
+            if turn + 1 < len(entries[place].turns):
                 chats[place].append({"role": "assistant", "content": result.text})
                 ask(place, turn + 1)
     if failed:

@@ -148,6 +148,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path} is not JSON ({error}). Train or copy the heads again.") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} has no JSON object. Train or copy the heads again.")
     needed = {"format", "kind", "settings", "shape", *(item.name for item in fields(Stored))} - {
         "calibration"
     }  # only exits have one

@@ -50,11 +50,14 @@ class Watch:
         self._walk()
 
     def adapters(self) -> tuple[object, ...]:
-        """The model's adapters, and which of them are active, layer by layer."""
+        """The model's adapters, which of them are active, and their scales, which graphs contain, layer by layer."""
         if [[*children.values()] for children in self._children] != self._known:
             self._walk()
         return tuple(
-            (id(layer), bool(layer.disable_adapters), *map(str, layer.active_adapters), len(layer.merged_adapters))
+            (
+                *(id(layer), bool(layer.disable_adapters), len(layer.merged_adapters)),
+                *(*map(str, layer.active_adapters), *getattr(layer, "scaling", {}).values()),
+            )
             for layer in self._adapted
         )
 

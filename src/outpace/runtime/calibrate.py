@@ -19,7 +19,7 @@ import torch
 from platformdirs import user_cache_path
 
 from ..draft import Draft, chain
-from ..errors import OutpaceWarning
+from ..errors import InputError, OutpaceWarning
 from ..pool import Sequence as Text
 from ..step.chances import Chances
 from .costs import CostCurve
@@ -82,10 +82,9 @@ class Remembered(Chances):
         self._kept = self.counted
         try:
             self.keep(self._path)
-        except OSError as error:
+        except InputError as error:
             warnings.warn(
-                f"learnt acceptance rates could not be written to {self._path}: {error.strerror}. They are kept "
-                "while this process runs.",
+                f"learnt acceptance rates are kept only while this process runs: {error}",
                 OutpaceWarning,
                 stacklevel=2,
             )
@@ -131,17 +130,19 @@ def glance(engine: Engine) -> CostCurve:
 
     The fastest of three rounds counts; with a large model there is one round. The caller must hold the engine's lock.
     """
-    length = min(GLANCED, engine.model.context - max(FEW) - 1)
+    context = engine.model.context
+    counts = [count for count in FEW if count < context] or [1]
+    length = max(0, min(GLANCED, context - max(counts) - 1))
     tokens = [token % engine.model.vocabulary for token in range(length + 1)]
-    times = dict.fromkeys(FEW, math.inf)
+    times = dict.fromkeys(counts, math.inf)
     with engine.pool.sequence(tokens) as text:
         _step(engine, text, _comb(text.tokens[-1], 1))  # prefill, which is not part of a step's cost
         for _ in range(3):
-            for count in FEW:
+            for count in counts:
                 times[count] = min(times[count], _step(engine, text, _comb(text.tokens[-1], count)))
-            if times[max(FEW)] > PATIENCE and not engine.compiling:
+            if times[max(counts)] > PATIENCE and not engine.compiling:
                 break
-    return CostCurve(about(engine), FEW, (length,), (tuple(times.values()),))
+    return CostCurve(about(engine), tuple(counts), (length,), (tuple(times.values()),))
 
 
 def _steps(

@@ -128,7 +128,7 @@ def load(folder: Path, about: dict[str, str]) -> CostCurve | None:
             stored["asking"],
             stored["paces"],
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -37,11 +37,12 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
 
     def prepare() -> list[Order]:
         tokens = chat_tokens(decoder, asked.messages, tools, settings)
+        expected = decoder.encode(predicted, raw=True, add_special_tokens=False) if predicted else []
         common: dict[str, Any] = {
             "max_new_tokens": service.limit_of(tokens, limit, "messages"),
             "stop": stop,
             "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
-            "prediction": decoder.encode(predicted, raw=True)[: service.context] if predicted else None,
+            "prediction": expected[: service.context] or None,
             "salt": salt,
         }
         found = []

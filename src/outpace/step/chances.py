@@ -8,12 +8,13 @@ estimates are corrected by the same factor as there.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+
+from ..files import write_whole
 
 KNOTS = 16  # of a curve
 HALVING = 2  # knots per halving of the probability
@@ -88,10 +89,7 @@ class Chances:
             name: [self.offered[row].round(2).tolist(), self.right[row].round(2).tolist()]
             for row, name in enumerate(self.names)
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(f".{os.getpid()}")
-        half.write_text(json.dumps({"version": VERSION, "counts": lines}))
-        half.replace(path)
+        write_whole(path, json.dumps({"version": VERSION, "counts": lines}))
 
     def load(self, path: Path) -> bool:
         """Load stored counts of sources with the same names; False if they cannot be read."""

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 
 from ..decoder import Decoder
 from ..errors import InputError, UnknownNameError
+from ..files import write_whole
 from ..heads import TRAINABLE, BlockHeads, ExitHeads, Heads
 from ..heads.blocks import BlockShape
 from ..heads.storing import Stored, fingerprint, load, save
@@ -102,10 +104,10 @@ def answers(
     team = team or Team()
     if len(prompts) <= how.held_out:
         raise InputError(f"{len(prompts)} prompts are too few to hold {how.held_out} out. Lower --held-out.")
-    about = {"base": fingerprint(decoder.model), "prompts": len(prompts), "judged": len(judge), **asdict(how)}
+    about = {"base": fingerprint(decoder.model), "prompts": _digest(prompts), "judged": _digest(judge), **asdict(how)}
     about.pop("minutes")
     with team.one_first():
-        _claim(folder, about)
+        how = replace(how, batch=_claim(folder, about, how.batch or fitting_batch(model)))
     shuffled = list(prompts)
     random.Random(how.seed).shuffle(shuffled)
     held_out = shuffled[: how.held_out]
@@ -115,8 +117,6 @@ def answers(
         raise InputError(
             "every prompt equals a held-out or --judge prompt, or shares 13 consecutive words with one. Add more."
         )
-    if not how.batch:
-        how = replace(how, batch=fitting_batch(model))
     writer = _Writer(decoder, model, folder, how, show, team)
     if judge:
         writer.write("judged", list(judge), 0.0, greedy=True)
@@ -220,21 +220,31 @@ def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
     return found
 
 
-def _claim(folder: Path, about: Mapping[str, Any]) -> None:
-    """Record how the answers in a folder are made; reject a folder with answers made differently."""
+def _digest(prompts: Sequence[str]) -> str:
+    return sha256(json.dumps([*prompts]).encode()).hexdigest()
+
+
+def _claim(folder: Path, about: Mapping[str, Any], batch: int) -> int:
+    """Record how the answers in a folder are made; reject a folder with answers made differently.
+
+    Returns the batch size they are made with: `batch`, or what was recorded, since other batches have other prompts.
+    """
     note = folder / "about.json"
-    text = json.dumps(about, indent=1, sort_keys=True)
     try:
         if not note.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            note.write_text(text)
-        elif note.read_text() != text:
-            raise InputError(
-                f"{folder} has answers of another model, to other prompts or with other settings. Give another "
-                "folder with --answers, or delete this one."
-            )
+            write_whole(note, json.dumps({**about, "fitting": batch}, indent=1, sort_keys=True))
+        stored = json.loads(note.read_text())
+        batch = int(stored.pop("fitting"))
     except OSError as error:
         raise InputError(f"answers cannot be kept in {folder}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        stored = None
+    if stored != json.loads(json.dumps(about)):
+        raise InputError(
+            f"{folder} has answers of another model, to other prompts or with other settings. Give another folder with "
+            "--answers, or delete this one."
+        )
+    return batch
 
 
 def open_out(out: Path, resume: bool, guarded: Sequence[str] = ()) -> Path:
