@@ -18,7 +18,7 @@ from outpace import InputError
 from outpace.heads import KINDS, AmphistaSettings, BlockSettings, HeadSettings, MedusaSettings
 from outpace.heads.blocks import BlockShape
 from outpace.models.hf import HFModel
-from outpace.models.whole import CHECKED, last_layers, layer_sizes, write_batch
+from outpace.models.whole import CHECKED, last_layers, layer_sizes, states_behind, write_batch
 from outpace.training.data import Text, batches, read_answers, read_prompts, write_answers
 from outpace.training.muon import Muon, orthogonal
 from outpace.training.prompts import Exchange, derive, distinct
@@ -170,14 +170,13 @@ def test_loss_is_of_the_right_places(texts: list[Text]) -> None:
     model, heads = tiny("Llama"), one.heads["hydra"]
     adapted = HFModel(model)
     ends = adapted.ends()
-    from outpace.models.whole import final_states
 
-    hidden = final_states(model, adapted.norm, batch.tokens)
+    hidden = states_behind(model, adapted.norm, batch.tokens, ())[0]
     with torch.no_grad():
         states = heads.states(hidden, ends.embed(batch.tokens), ends)
         for row in range(3):
             length = int(batch.lengths[row])
-            alone = final_states(model, adapted.norm, batch.tokens[row : row + 1, :length])
+            alone = states_behind(model, adapted.norm, batch.tokens[row : row + 1, :length], ())[0]
             torch.testing.assert_close(alone[0], hidden[row, :length], rtol=1e-3, atol=1e-3)
     rows, weights = batch.rows, one._weights(batch)
     target = one._compute(batch.tokens)

@@ -251,7 +251,7 @@ class Decoder:
         - `method`: override the decoder's method; `prepare` one that loads a model
         - `logprobs`: the log probability of each token, and of this many alternatives
         - `grammar`: an outpace.Grammar that the answer must match
-        - `prediction`: an expected answer to draft from; it affects speed only
+        - `prediction`: an expected answer to draft from; it affects speed only (with the default rule)
         - `salt`: sequences share KV cache only with others of the same salt
 
         `logprobs` and `grammar` need the host in every step, which is slower on a GPU.

@@ -1,7 +1,8 @@
-"""JSON files with a kind and a version, written atomically."""
+"""Files written atomically, JSON with a kind and a version, and files of prompts."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,6 +12,9 @@ from uuid import uuid4
 
 from . import __version__
 from .errors import InputError
+
+PROMPT_FIELDS = ("prompt", "question", "instruction")  # of a file of prompts, in JSON lines
+CODE = "utf-8-sig"  # some editors add a byte order mark
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -36,6 +40,18 @@ def write_bytes_whole(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 half.unlink(missing_ok=True)
         raise InputError(f"{path} could not be written: {error.strerror or error}.") from error
+
+
+def read_prompt_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a file of prompts that are not empty, with their numbers."""
+    try:
+        with gzip.open(path, "rt", encoding=CODE) if path.suffix == ".gz" else path.open(encoding=CODE) as file:
+            lines = [(number, line) for number, line in enumerate(file.read().splitlines(), 1) if line.strip()]
+    except (OSError, UnicodeError, EOFError) as error:
+        raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
+    if not lines:
+        raise InputError(f"{path} has no prompts. Give one per line.")
+    return lines
 
 
 def reason(error: Exception) -> str:

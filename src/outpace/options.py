@@ -47,12 +47,12 @@ class Options(_Shared, total=False):
         presence_penalty: subtracted once from the logit of each token that is in the answer.
         frequency_penalty: subtracted from a token's logit once per occurrence in the answer.
         logit_bias: added to logits, by token id.
-        seed: the same seed gives the same text with every method.
+        seed: the same seed gives the same text with every method (with the default rule).
         stop: strings that end the output; they are not part of it.
         raw: use a string as it is, without the chat template.
         logprobs: the log probability of each token, and of this many alternatives.
         grammar: an outpace.Grammar that the answer must match.
-        prediction: an expected answer to draft from; it affects speed only.
+        prediction: an expected answer to draft from; it affects speed only (with the default rule).
         salt: sequences share KV cache only with others of the same salt.
     """
 

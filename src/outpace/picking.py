@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -99,6 +99,10 @@ class Picker:
             or sampling.frequency_penalty
         )
         self.takes_best = self.greedy and not self._processes  # always the token with the highest logit
+
+    def for_drafts(self) -> Picker:
+        """The same without a user's processors, which may count their calls, or fail beyond the end."""
+        return Picker(replace(self.sampling, processors=()), self.prompt_length)
 
     def choose_after(self, row: int, scores: Scores, prefix: Sequence[int], proposals: Sequence[Proposal] = ()) -> int:
         """The target's token after `row` of a draft. `prefix` are the tokens up to there, the row's last."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..files import reason
+from ..files import PROMPT_FIELDS, read_prompt_lines
 
-FIELDS = ("prompt", "question", "instruction")
-CODE = "utf-8-sig"  # some editors add a byte order mark
 PLAIN = "Plain prompts, one per line, need a file that ends in .txt."
 
 
@@ -28,23 +25,14 @@ class Entry:
 
 def read_entries(path: Path, system: str, raw: bool) -> list[Entry]:
     """The prompts of JSON lines (`prompt`, `question`, `instruction`, `turns`, `messages`), or of plain lines."""
-    try:
-        with gzip.open(path, "rt", encoding=CODE) if path.suffix == ".gz" else path.open(encoding=CODE) as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeError, EOFError) as error:
-        raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
     first = [{"role": "system", "content": system}] if system else []
     entries = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in read_prompt_lines(path):
         entry = Entry([line]) if ".txt" in path.suffixes else _entry(f"{path}, line {number}", line)
         if raw and not (entry.plain and not system):
             raise InputError(f"{path}, line {number}: turns, messages and --system need the chat template, not --raw.")
         begins = bool(entry.before) and entry.before[0]["role"] == "system"
         entries.append(entry if begins else Entry(entry.turns, [*first, *entry.before], entry.fields, entry.plain))
-    if not entries:
-        raise InputError(f"{path} has no prompts. Give one per line.")
     return entries
 
 
@@ -62,11 +50,11 @@ def _entry(where: str, line: str) -> Entry:
         if messages[-1]["role"] != "user":
             raise InputError(f"{where}: the last message has the role {messages[-1]['role']!r}; it must be 'user'.")
         return Entry([messages[-1]["content"]], messages[:-1], found, plain=False)
-    name = next((name for name in ("turns", *FIELDS) if name in found), None)
+    name = next((name for name in ("turns", *PROMPT_FIELDS) if name in found), None)
     turns = found.pop(name) if name else None
     turns = [turns] if isinstance(turns, str) else turns
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
-        raise InputError(f"{where}: {line[:60]!r} has no {', '.join(FIELDS)}, turns or messages.")
+        raise InputError(f"{where}: {line[:60]!r} has no {', '.join(PROMPT_FIELDS)}, turns or messages.")
     return Entry(turns, [], found, plain=len(turns) == 1)
 
 

@@ -258,8 +258,7 @@ class _Drafter(Drafter):
             Question(heads.owner(layer), partial(_ask, heads, heads.layers.index(layer), ends)) for layer in exits
         ]
         self.control = control
-        # A user's processors may count their calls, or fail beyond the end, so drafts do without them.
-        self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
+        self.guesser = picker.for_drafts()
         # If the output depends on the drafts, the drafts must not depend on the clock.
         timed = isinstance(control, Calibrated) and (picker.greedy or picker.sampling.rule == "keyed")
         self.guard = Guard() if timed and self.verifies else None

@@ -1,4 +1,4 @@
-"""Auto: every source that the model has, in one draft tree of the size that pays."""
+"""Auto: lookups, recycled tokens and trained heads, in one draft tree of the size that pays."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Auto(Method):
     """
 
     name = "auto"
-    about = "all sources for this model in one draft tree, sized by what pays"
+    about = "lookups, recycled tokens and heads in one draft tree, sized by what pays"
 
     heads: Any = None
     rows: int = 64

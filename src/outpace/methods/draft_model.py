@@ -86,8 +86,7 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.length = method.length
         self.small = Engine(method.model)
-        # A user's processors may count their calls, or fail beyond the end, so drafts do without them.
-        self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
+        self.guesser = picker.for_drafts()
         self._open = ExitStack()
         self.ahead = self._open.enter_context(self.small.pool.sequence(sequence.tokens))
 

@@ -1,14 +1,6 @@
 """Lookahead Decoding (arXiv 2402.02057): n-grams from the model's own Jacobi trajectory, verified as they are made.
 
-The window holds the last N−1 Jacobi iterations of W future positions. With the current token c at position p,
-
-    level 0      c   s1  s2 … s(W−1)     at p, p+1, …: the spine
-    level 1      a   b   …               at p+1, …
-    …
-    level N−2    x   y   …
-
-column i hangs from spine token i, and attends to the spine up to there and to itself: a tree, shaped like a comb. The
-lowest level's output is the next iteration, and each column with its output is an n-gram for the pool.
+`sources/window.py` shows the window, and does on a GPU what the drafter here does in plain Python.
 """
 
 from __future__ import annotations

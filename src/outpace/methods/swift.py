@@ -146,8 +146,7 @@ class _Drafter(Drafter):
             apart.pool = engine.pool
             engine.notes[key] = Search(engine.model.layers, method.skip, method.search), apart
         self.search, self.apart = engine.notes[key]
-        # A user's processors may count their calls, or fail beyond the end, so drafts do without them.
-        self.guesser = Picker(replace(picker.sampling, processors=()), picker.prompt_length)
+        self.guesser = picker.for_drafts()
 
     def drafting(self, room: int) -> Asking[Draft]:
         sequence, pool = self.sequence, self.engine.pool

@@ -23,11 +23,6 @@ FULL = 0.85  # finished sequences are dropped if no more than this share is unfi
 BATCHED = "outpace_batched"  # the name of `attend_in_batches` in transformers
 
 
-def final_states(model: PreTrainedModel, norm: str, tokens: torch.Tensor) -> torch.Tensor:
-    """Hidden states [texts, length, width] after the last layer, of whole sequences [texts, length]."""
-    return states_behind(model, norm, tokens, ())[0]
-
-
 def states_behind(
     model: PreTrainedModel, norm: str, tokens: torch.Tensor, layers: Sequence[int]
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:

@@ -87,14 +87,16 @@ def _foreseen(
     )
 
 
-class HeadGuesses(_Expecting):
-    """Paths of ranks: at each depth one of the top tokens of that depth's head.
+class _RankPaths(_Expecting):
+    """Draft tokens along fixed paths of ranks among the heads' top tokens.
 
     paths: the paths considered; every prefix of a path is among them.
     worths: their log probabilities, if not those of the heads.
     compiled: whether the heads' forward pass is compiled, with the matrix products of the target's layers.
     coupled: when sampling, rank draft tokens with the noise that the target will sample with.
     """
+
+    _chances: torch.Tensor  # [lanes, …] log probabilities of top tokens
 
     def __init__(
         self,
@@ -108,28 +110,43 @@ class HeadGuesses(_Expecting):
         worths: Sequence[float] | None = None,
         compiled: bool = False,
     ) -> None:
-        super().__init__(heads, shared, pick, 1 + max((max(path) for path in paths), default=0), coupled)
-        count = heads.count
+        ranks = 1 + max((max(path) for path in paths), default=0)
+        super().__init__(heads, shared, pick, self._top(ranks, shared[0]), coupled)
         self.nodes = len(paths)
-        self._tokens = torch.zeros(lanes, count * self.top, dtype=torch.long, device=device)
-        self._chances = torch.full((lanes, count * self.top), NEVER, device=device)
-        self.state = (self._tokens, self._chances)
         self._depths = torch.tensor([len(path) for path in paths], device=device)
-        # [paths, count] the index of the token at each depth among all; beyond the path, arbitrary.
-        places = [
-            [head * self.top + (path[head] if head < len(path) else 0) for head in range(count)] for path in paths
-        ]
-        self._places = torch.tensor(places, device=device).view(len(paths), count)
-        self._within = torch.arange(count, device=device) < self._depths[:, None]
+        padded = [[*path, *[0] * (heads.count - len(path))] for path in paths]  # beyond the path, arbitrary
+        self._ranks = torch.tensor(padded, device=device).view(len(paths), heads.count)
         # Compiled if it is captured in a CUDA graph: fewer and larger kernels.
         self._fixed = torch.compile(quick(heads).fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
         self._worths = None if worths is None else torch.tensor(worths, device=device)
+        self._make(lanes, device, compiled)
+
+    def _top(self, ranks: int, ends: Any) -> int:
+        """How many top tokens of each depth are found."""
+        return ranks
+
+    def _make(self, lanes: int, device: torch.device, compiled: bool) -> None:
+        """Allocate the state."""
+        raise NotImplementedError
 
     def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
         self._chances[lane].fill_(NEVER)
 
     def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
         return self._fixed(*self.shared, rows, self.pick(hidden), last)
+
+
+class HeadGuesses(_RankPaths):
+    """At each depth of a path, one of the top tokens of that depth's head."""
+
+    def _make(self, lanes: int, device: torch.device, compiled: bool) -> None:
+        count = self.heads.count
+        self._tokens = torch.zeros(lanes, count * self.top, dtype=torch.long, device=device)
+        self._chances = torch.full((lanes, count * self.top), NEVER, device=device)
+        self.state = (self._tokens, self._chances)
+        head = torch.arange(count, device=device)
+        self._places = head * self.top + self._ranks  # [paths, count] the token at each depth, among all
+        self._within = head < self._depths[:, None]
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         ahead = texts.lengths[:, None] + torch.arange(len(fed), device=fed.device)
@@ -153,46 +170,22 @@ class HeadGuesses(_Expecting):
         return [Nodes(newest, depths, hashes, chances, self.first + depths - 1)]
 
 
-class PairedGuesses(_Expecting):
-    """Block's draft tokens, each conditioned on the one before, by paths of ranks.
+class PairedGuesses(_RankPaths):
+    """Block's draft tokens, each conditioned on the one before.
 
-    At each depth a path continues with the token of its rank among those that follow its last token. For the settings
-    see HeadGuesses.
+    At each depth a path continues with the token of its rank among those that follow its last token.
     """
 
-    def __init__(
-        self,
-        heads: Any,
-        shared: tuple[Any, Any, int],
-        pick: Pick,
-        paths: Sequence[Ranks],
-        lanes: int,
-        device: torch.device,
-        coupled: bool = True,
-        worths: Sequence[float] | None = None,
-        compiled: bool = False,
-    ) -> None:
-        ends, _, _ = shared
-        most = min(max(CANDIDATES, 1 + max((max(path) for path in paths), default=0)), ends.head.weight.shape[0])
-        super().__init__(heads, shared, pick, most, coupled)
-        count = heads.count
-        self.nodes = len(paths)
+    def _top(self, ranks: int, ends: Any) -> int:
+        return int(min(max(CANDIDATES, ranks), ends.head.weight.shape[0]))
+
+    def _make(self, lanes: int, device: torch.device, compiled: bool) -> None:
+        count, most = self.heads.count, self.top
         self._tokens = torch.zeros(lanes, count, most, dtype=torch.long, device=device)
         self._order = torch.zeros(lanes, count, most, most, dtype=torch.long, device=device)  # [before, rank] tokens
         self._chances = torch.full((lanes, count, most, most), NEVER, device=device)  # their log probabilities
         self.state = (self._tokens, self._order, self._chances)
-        self._depths = torch.tensor([len(path) for path in paths], device=device)
-        ranks = [[*path, *[0] * (count - len(path))] for path in paths]
-        self._ranks = torch.tensor(ranks, device=device).view(len(paths), count)
-        self._fixed = torch.compile(quick(heads).fixed, dynamic=True, options=OPTIONS) if compiled else heads.fixed
         self._pair = torch.compile(self._paired, dynamic=True, options=OPTIONS) if compiled else self._paired
-        self._worths = None if worths is None else torch.tensor(worths, device=device)
-
-    def open(self, lane: int, tokens: Sequence[int], seed: int) -> None:
-        self._chances[lane].fill_(NEVER)
-
-    def feed(self, rows: Any, hidden: torch.Tensor, last: torch.Tensor) -> Any:
-        return self._fixed(*self.shared, rows, self.pick(hidden), last)
 
     def expect(self, first: int, fed: Any, texts: Texts, choices: Choices, needs: frozenset[str]) -> None:
         logits, states = fed

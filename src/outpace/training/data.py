@@ -6,7 +6,6 @@ sampled, each at its own temperature. Each batch is stored in a file; an interru
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import InputError
-from ..files import reason
+from ..files import PROMPT_FIELDS, read_prompt_lines
 from ..heads.storing import read_tensors
 from ..models.whole import write_batch
 from ..sending import move
@@ -30,8 +29,6 @@ USUAL = 768  # tokens of prompt and answer; batches of longer ones are smaller
 GREEDY = 0.5  # the share of greedy answers
 WARM = (0.3, 1.1)  # the range of temperatures of the others
 HELD_OUT = ("held-out", "held-out-more")  # folders: answers to given prompts, and to derived ones
-FIELDS = ("prompt", "question", "instruction")
-CODE = "utf-8-sig"  # some editors add a byte order mark
 
 
 @dataclass(frozen=True)
@@ -44,28 +41,20 @@ class Text:
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file of JSON lines (`prompt`, `question`, `instruction` or `turns`), or of plain lines."""
-    try:
-        with gzip.open(path, "rt", encoding=CODE) if path.suffix == ".gz" else path.open(encoding=CODE) as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeError, EOFError) as error:
-        raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
     plain = ".txt" in path.suffixes
-    prompts = [line if plain else _prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise InputError(f"{path} has no prompts. Give one per line.")
-    return prompts
+    return [line if plain else _prompt(path, number, line) for number, line in read_prompt_lines(path)]
 
 
 def _prompt(path: Path, number: int, line: str) -> str:
     try:
         entry = json.loads(line)
-        found = entry["turns"][0] if "turns" in entry else next(entry[name] for name in FIELDS if name in entry)
+        found = entry["turns"][0] if "turns" in entry else next(entry[name] for name in PROMPT_FIELDS if name in entry)
     except (ValueError, KeyError, TypeError, IndexError, StopIteration):
         found = None
     if not isinstance(found, str) or not found.strip():
         raise InputError(
-            f"{path}, line {number}: {line[:60]!r} is not a JSON object with {', '.join(FIELDS)} or turns. Plain "
-            "prompts, one per line, need a file that ends in .txt."
+            f"{path}, line {number}: {line[:60]!r} is not a JSON object with {', '.join(PROMPT_FIELDS)} or turns. "
+            "Plain prompts, one per line, need a file that ends in .txt."
         )
     return found
 
