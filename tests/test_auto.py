@@ -338,8 +338,8 @@ def test_a_result_says_what_guesses_came_to() -> None:
 
 
 def test_what_was_learnt_is_stored_and_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a process that decodes a single short sequence."""
     monkeypatch.setattr(calibrate, "folder", lambda: tmp_path)
-    monkeypatch.setattr(calibrate, "NEWS", 1)
     decoder = decoder_of(tiny("Llama"))
     decoder.generate(prompt_of(1), method=Auto(heads=False), max_new_tokens=20)
     (file,) = tmp_path.iterdir()

@@ -31,7 +31,7 @@ SEGMENTS = 4
 REPEATS = 7
 FEW, GLANCED = (1, 2, 4, 8, 16), 64  # rows and context length, for a glance
 PATIENCE = 0.5  # the longest step that a glance repeats, in seconds
-NEWS = 2048  # draft tokens counted before the file is written again
+FIRST, NEWS = 64, 2048  # draft tokens counted before the file is written, and before it is written again
 
 
 def folder() -> Path:
@@ -66,7 +66,7 @@ class Remembered(Chances):
     def __init__(self, names: Sequence[str], path: Path) -> None:
         super().__init__(names)
         self._path: Path | None = path
-        self._kept = 0
+        self._due = FIRST  # the count at which it is written: a process may decode a single short sequence
         if path.exists() and not self.load(path):
             warnings.warn(
                 f"{path} is truncated, or from another version of Outpace. It is ignored: acceptance rates "
@@ -77,9 +77,9 @@ class Remembered(Chances):
 
     def pause(self) -> None:
         """A sequence has ended: store the counts, if enough is new."""
-        if self._path is None or self.counted - self._kept < NEWS:
+        if self._path is None or self.counted < self._due:
             return
-        self._kept = self.counted
+        self._due = self.counted + NEWS
         try:
             self.keep(self._path)
         except InputError as error:
