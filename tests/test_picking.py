@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outpace import Decoder, PromptLookup
 from outpace.errors import InputError, InvalidLogits
-from outpace.picking import Picker, Sampling, gumbel, uniform
+from outpace.picking import Picker, Sampling, _may_win, _warmed, _warmed_on_cpu, gumbel, uniform
 
 from .models import examples, tiny
 from .statistics import chi_square_fits
@@ -197,3 +197,39 @@ def test_a_draw_from_many_tokens_is_the_highest_of_all_with_noise(
     assert Picker(Sampling(temperature=1.0, seed=seed), 0)._draw_from_scores(scores, position, 0) == int(
         everything.argmax()
     )
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    words=st.sampled_from([1, 2, 97, 5000]),
+    scale=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+    setting=st.fixed_dictionaries(
+        {"temperature": st.sampled_from([1e-40, 0.3, 1.0, 1.7])},
+        optional={
+            "top_k": st.sampled_from([1, 7, 300, 10_000]),
+            "top_p": st.floats(0.01, 1.0),
+            "min_p": st.floats(0.0, 0.9),
+        },
+    ),
+)
+def test_on_a_cpu_scores_are_those_of_other_devices(
+    seed: int, words: int, scale: float, setting: dict[str, float]
+) -> None:
+    """Rounded scores have ties, and some tokens are ruled out."""
+    torch.manual_seed(seed)
+    scores = (scale * torch.randn(words) * 8).round() / 8
+    scores[torch.rand(words) < 0.1] = -math.inf
+    scores[torch.randint(words, ())] = 0.5
+    sampling = Sampling(**setting)  # type: ignore[arg-type]
+    assert torch.equal(torch.from_numpy(_warmed_on_cpu(scores.numpy(), sampling)), _warmed(scores, sampling))
+
+
+def test_tokens_that_may_win_include_the_one_that_wins() -> None:
+    torch.manual_seed(0)
+    for position in range(50):
+        scores = 3 * torch.randn(5000)
+        scores[::7] = -math.inf
+        noised = scores.double() + gumbel(3, position, 0, torch.arange(5000))
+        found = _may_win(scores.numpy(), (3, position, 0))
+        assert int(noised.argmax()) in found
+        assert len(found) < 500

@@ -26,13 +26,15 @@ Proposal: TypeAlias = "tuple[int, torch.Tensor | None]"
 """A draft token, and the distribution it was sampled from (None: it was not sampled)."""
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 Fractions: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _TARGET, _GUESS, _ACCEPT = 0, 1, 2  # independent streams of noise
 PIECE = 64  # tokens per piece; pieces are compared by their highest scores first
 TYPICAL, SURE = 0.09, 0.3  # Medusa's typical acceptance: threshold, and factor of exp(-entropy)
+SORTED = (256, 4096)  # the best tokens that top-p sorts first
 MANY = 1024  # with more tokens to choose from, those that certainly lose are excluded first
-ROUGH = 1e-6  # more than the error of uniform numbers and their bounds in float32
+ROUGH = 1e-5  # more than the error of uniform numbers and their bounds in float32
 NOISED = 256  # a drafter adds noise to this many top tokens, to predict which will be sampled
 
 
@@ -183,9 +185,9 @@ class Picker:
         setting = self.sampling
         if self.takes_best:
             return logits
-        scores = logits.to(torch.float32, copy=True)
+        scores = logits.float()
         if self._processes:
-            scores = self._penalise(scores, prefix)
+            scores = self._penalise(scores.clone() if scores is logits else scores, prefix)
             if setting.processors:
                 ids = torch.tensor([list(prefix)], device=scores.device)
                 with torch.no_grad():  # as in transformers: some run a model
@@ -196,17 +198,8 @@ class Picker:
                         scores = found[0]
         if self.greedy:
             return scores
-        best = scores.max()
-        if best.isfinite():
-            scores = scores - best  # so that no temperature is too small for float32
-        scores = scores / setting.temperature
-        if 0 < setting.top_k < len(scores):
-            scores = scores.masked_fill(scores < scores.topk(setting.top_k).values[-1], -math.inf)
-        if setting.top_p < 1:
-            scores = _cut_top_p(scores, setting.top_p)
-        if setting.min_p > 0:
-            scores = scores.masked_fill(scores < scores.max() + math.log(setting.min_p), -math.inf)
-        return scores
+        on_cpu = scores.device.type == "cpu"
+        return torch.from_numpy(_warmed_on_cpu(scores.numpy(), setting)) if on_cpu else _warmed(scores, setting)
 
     def _penalise(self, scores: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
         setting = self.sampling
@@ -226,7 +219,7 @@ class Picker:
         return scores
 
     def _checked(self, scores: torch.Tensor) -> torch.Tensor:
-        best = float(scores.max())
+        best = float((scores.numpy() if scores.device.type == "cpu" else scores).max())
         if math.isnan(best):
             raise InvalidLogits("the model's logits contain NaN")
         if best == -math.inf:
@@ -236,8 +229,10 @@ class Picker:
     def _draw_from_scores(self, scores: torch.Tensor, position: int, stream: int) -> int:
         """Argmax of scores plus Gumbel noise: an exact draw from their softmax."""
         key = (self.sampling.seed, position, stream)
-        many = len(scores) > MANY and scores.device.type == "cpu"
-        alive = (_may_win(scores, key) if many else scores > -math.inf).nonzero().squeeze(-1)
+        if scores.device.type == "cpu":
+            alive = torch.from_numpy(_may_win(scores.numpy(), key))
+        else:
+            alive = (scores > -math.inf).nonzero().squeeze(-1)
         return int(alive[(scores[alive].double() + gumbel(*key, alive)).argmax()])
 
     def _draw(self, probabilities: torch.Tensor, position: int, stream: int) -> int:
@@ -301,6 +296,38 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return best, among.gather(1, place // PIECE) * PIECE + place % PIECE
 
 
+def _warmed(scores: torch.Tensor, setting: Sampling) -> torch.Tensor:
+    """Scores by temperature, top-k, top-p and min-p."""
+    best = scores.max()
+    if best.isfinite():
+        scores = scores - best  # so that no temperature is too small for float32
+    scores = scores / setting.temperature
+    if 0 < setting.top_k < len(scores):
+        scores = scores.masked_fill(scores < scores.topk(setting.top_k).values[-1], -math.inf)
+    if setting.top_p < 1:
+        scores = _cut_top_p(scores, setting.top_p)
+    if setting.min_p > 0:
+        scores = scores.masked_fill(scores < scores.max() + math.log(setting.min_p), -math.inf)
+    return scores
+
+
+def _warmed_on_cpu(scores: Floats, setting: Sampling) -> Floats:
+    """The same by NumPy, in one thread: on a busy machine, torch's threads wait for each other in every operation."""
+    best = scores.max()
+    if not np.isfinite(best):
+        return scores  # an error, or certain
+    with np.errstate(all="ignore"):  # the smallest temperatures are 0 in float32
+        scores = (scores - best) / np.float32(setting.temperature)
+    scores[np.isnan(scores)] = 0.0  # the best
+    if 0 < setting.top_k < len(scores):
+        scores = np.where(scores < np.partition(scores, -setting.top_k)[-setting.top_k], -np.inf, scores)
+    if setting.top_p < 1:
+        scores = _cut_top_p_on_cpu(scores, setting.top_p)
+    if setting.min_p > 0:
+        scores = np.where(scores < scores.max() + np.float32(math.log(setting.min_p)), -np.inf, scores)
+    return scores.astype(np.float32, copy=False)
+
+
 def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the fewest best tokens whose probabilities reach `top_p`."""
     best, order = scores.sort(descending=True, stable=True)
@@ -311,15 +338,34 @@ def _cut_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     return cut.scatter(0, order[:kept], best[:kept])
 
 
-def _may_win(scores: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
-    """[tokens] False where a score plus its noise is certainly below the maximum; True for very few.
+def _cut_top_p_on_cpu(scores: Floats, top_p: float) -> Floats:
+    """The same: sorts only as many of the best tokens as are needed."""
+    weights = np.exp(scores.astype(np.float64) - float(scores.max()))
+    mass = (weights / weights.sum() * 2**52).astype(np.int64)
+    cut = np.full_like(scores, -np.inf)
+    for count in (*SORTED, len(scores)):
+        least = np.partition(scores, -count)[-count] if count < len(scores) else -np.inf
+        best = np.flatnonzero(scores >= least)
+        best = best[np.argsort(-scores[best], kind="stable")]
+        kept = int((mass[best].cumsum() < top_p * 2**52).sum()) + 1
+        if kept <= len(best) or count >= len(scores):
+            break
+    cut[best[:kept]] = scores[best[:kept]]
+    return cut
+
+
+def _may_win(scores: Floats, key: tuple[int, int, int]) -> Numbers:
+    """The tokens that may have the highest score with noise: certainly the one that has it, and few others.
 
     A token with the uniform number u is above a bar b if u > exp(-exp(score - b)). Mostly a rough u can deny that.
     """
-    best = scores.argmax()
-    bar = float(scores[best].double() + gumbel(*key, best[None]))
-    below = (scores.double() - bar).float().exp_().neg_().exp_()
-    return torch.from_numpy(_rough(key, len(scores))) > below.sub_(ROUGH)
+    alive = scores > -np.inf
+    if np.count_nonzero(alive) > MANY:
+        best = int(scores.argmax())
+        bar = float(scores[best]) + float(gumbel(*key, torch.tensor([best])))
+        below = np.exp(-np.exp(scores - np.float32(bar)))
+        alive &= _rough(key, len(scores)) > below - np.float32(ROUGH)
+    return np.flatnonzero(alive)
 
 
 def uniform(seed: int, position: int, stream: int, index: torch.Tensor) -> torch.Tensor:
