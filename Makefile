@@ -38,6 +38,7 @@ clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt packages/outpace-smollm2/pyproject.toml
+	@echo "installing in .venv: some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt \
 		--editable '.[dev,demo]' packages/outpace-smollm2

@@ -58,6 +58,8 @@ class TestVerify:
         result = outpace("verify", tmp_path / "trace.json", "--device", "cpu")
         assert result.exit_code == 0, result.output
         assert outpace("verify", tmp_path / "trace.json", "--device", "cpu", "--weights", "q4").exit_code == 1
+        refused = outpace("verify", tmp_path / "trace.json", "--device", "cpu", "--weights", "float32")
+        assert_refused(refused, "packed weights")
 
     def test_fail(self, trace: Path) -> None:
         stored = json.loads(trace.read_text())

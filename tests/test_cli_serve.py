@@ -104,9 +104,9 @@ def test_chat_remembers_and_begins_anew(folder: Path) -> None:
 
 
 def test_chat_has_commands(folder: Path) -> None:
-    result = outpace("chat", "--model", folder, "--device", "cpu", stdin="/help\n/exit\nhello\n")
+    result = outpace("chat", "--model", folder, "--device", "cpu", stdin="/help\n/nope\n/new\n/exit\nhello\n")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert all(word in result.stderr for word in ("/new", "/exit", "Ctrl-D"))
+    assert all(word in result.stderr for word in ("/new", "/exit", "Ctrl-D", "unknown command /nope", "a new chat"))
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_chat(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,11 @@ def test_bad_input_is_named(options: dict[str, Any], words: str) -> None:
     assert decoder().engine.pool.held == 0
 
 
+def test_an_invalid_regex_is_named() -> None:
+    with pytest.raises(InputError, match="the regex cannot be used: unclosed group"):
+        decoder().constraint(Grammar.regex("a("), 1)
+
+
 def test_a_schema_must_be_an_object() -> None:
     with pytest.raises(InputError, match="is not JSON"):
         Grammar.json_schema("{")

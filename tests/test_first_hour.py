@@ -123,6 +123,8 @@ BAD = [
     ("--prompts", "none.jsonl", "prompts cannot be read from none.jsonl: No such file or directory."),
     ("--model", "models/none.gguf", "unknown model 'models/none.gguf': there is no such folder or file"),
     ("--system", "", "the prompt is empty. Give at least one word."),
+    ("--json-schema", "none.json", "--json-schema none.json could not be read: No such file or directory."),
+    ("--trace", ".", "--trace . is a folder. Name a file."),
 ]
 
 

@@ -176,6 +176,7 @@ class Board:
 
 
 NOISE = 1.1  # no method is faster than its tokens per step allow, but for this much
+BUSY = "A speed above tokens/step: the machine was busy with other work. Run it again."
 
 
 def print_race(console: Console, board: Board, methods: Sequence[Method], outcome: Race) -> None:
@@ -189,7 +190,7 @@ def print_race(console: Console, board: Board, methods: Sequence[Method], outcom
         console.print(Text(f"{method.name}: {settings or 'no settings'}; {guesses(run)}", style="dim"))
     base = outcome.runs[0].tokens_per_step
     if any(outcome.speed(run) > NOISE * run.tokens_per_step / base for run in outcome.runs[: len(methods)]):
-        console.print(Text("A speed above tokens/step: the machine was busy with other work. Run it again.", "yellow"))
+        console.print(Text(BUSY, "yellow"))
     console.print(Text(outcome.verdict, style="bold green" if outcome.identical else "bold red"))
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .bench.calibration import Look
-from .board import table_of, times
+from .board import BUSY, NOISE, table_of, times
 from .decoder import Decoder
 from .errors import InputError
 from .files import write_bytes_whole
@@ -152,6 +152,10 @@ def print_bench(console: Console, results: Mapping[str, Any]) -> None:
     ]
     console.print(table_of(["speed: plain = 1", *tasks], speeds_by_task))
     console.print("medians over prompts and repeats; quartiles in brackets", style="dim", markup=False)
+    base = results["summary"][0]["all"]["tokens_per_step"] or 1.0
+    ours = [entry["all"] for entry in results["summary"] if entry["all"]["rows_per_step"] and entry["all"]["speed"]]
+    if any(found["speed"][1] > NOISE * found["tokens_per_step"] / base for found in ours):
+        console.print(BUSY, style="yellow", markup=False)
     for run in results["runs"]:
         if run["equal"] is False:
             gap = "" if run["gap"] is None else f"; the two best scores there are {run['gap']:.4g} apart"

@@ -47,7 +47,9 @@ def read_prompt_lines(path: Path) -> list[tuple[int, str]]:
     try:
         with gzip.open(path, "rt", encoding=CODE) if path.suffix == ".gz" else path.open(encoding=CODE) as file:
             lines = [(number, line) for number, line in enumerate(file.read().splitlines(), 1) if line.strip()]
-    except (OSError, UnicodeError, EOFError) as error:
+    except UnicodeError as error:
+        raise InputError(f"prompts cannot be read from {path}: it is not UTF-8 text.") from error
+    except (OSError, EOFError) as error:
         raise InputError(f"prompts cannot be read from {path}: {reason(error)}.") from error
     if not lines:
         raise InputError(f"{path} has no prompts. Give one per line.")

@@ -80,7 +80,8 @@ class Grammar:
             raise InputError(f"the {kind} cannot be used: {error}") from error
         if found.is_error():
             lines = str(found.get_error()).strip().split("\n")
-            reason = lines[-1 if self.kind == "regex" else 0].strip()  # of a regex's, the first lines are a drawing
+            named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # below a drawing
+            reason = (named or lines)[0].strip()
             raise InputError(f"the {kind} cannot be used: {reason}")
         return found
 

@@ -42,7 +42,9 @@ def bench(
             help="A setting of a method. May be repeated; several values of one setting are all measured.",
         ),
     ] = [],
-    tasks: Annotated[str, typer.Option(help="Comma-separated names of tasks. Default: all.")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="Comma-separated; built in: chat, code, math, question, summary, translation.")
+    ] = "",
     each: Annotated[int, typer.Option(help="Take the first N questions of each task; 0: all.")] = 0,
     repeats: Annotated[int, typer.Option(help="How many times each question is run.")] = 1,
     traces: Annotated[
@@ -68,6 +70,7 @@ def bench(
     options.check(
         *(model, options.listed(methods), runtime, dtype, max_new_tokens), temperature=temperature, top_p=top_p
     )
+    options.check_files({"--data": data}, {"--out": out})
     from ..bench.data import choose_questions, own_questions, read_questions
     from ..bench.entries import Ours, Transformers
     from ..bench.harness import Settings, digest, measure

@@ -43,8 +43,8 @@ Weights = Annotated[
     str | None,
     typer.Option(
         metavar="packed|q8|q4|float32",
-        help="On a CPU: quantized as in the GGUF file, or to 8 or 4 bits at load. Default: packed for *.gguf, and for "
-        "embedded models in generate, chat and serve.",
+        help="On a CPU. packed: as in the GGUF file; q8, q4: rounded to 8 or 4 bits at load; float32: not quantized. "
+        "Default: packed for *.gguf, and for embedded models in generate, chat and serve.",
         show_default=False,
     ),
 ]
@@ -59,8 +59,8 @@ Exact = Annotated[
     bool | None,
     typer.Option(
         "--exact/--fast",
-        help="Bit-identical logits with every method (CUDA, or a CPU in float32), or the fastest kernels. Default: "
-        "exact where it costs next to nothing.",
+        help="Bit-identical logits with every method (CUDA, a CPU in float32, packed weights), or the fastest kernels. "
+        "Default: exact where it costs next to nothing.",
         show_default=False,
     ),
 ]
@@ -128,6 +128,16 @@ def read_prompt(prompt: str) -> str:
     except UnicodeError as error:
         raise InputError("the prompt is not UTF-8 text. Convert it to UTF-8.") from error
     return prompt
+
+
+def check_files(read: dict[str, Path | None] | None = None, written: dict[str, Path | None] | None = None) -> None:
+    """Reject files that are not there, and folders in place of files, by option. As `check`, before importing torch."""
+    for option, path in (read or {}).items():
+        if path is not None and not path.exists():
+            raise InputError(f"{option} {path} could not be read: No such file or directory.")
+    for option, path in {**(read or {}), **(written or {})}.items():
+        if path is not None and path.is_dir():
+            raise InputError(f"{option} {path} is a folder. Name a file.")
 
 
 def read_text(option: str, path: Path) -> str:

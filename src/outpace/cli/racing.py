@@ -67,6 +67,7 @@ def race(
     options.check(
         *(model, options.listed(methods), runtime, dtype, max_new_tokens), temperature=temperature, top_p=top_p
     )
+    options.check_files(written={"--page": page})
     from ..bench.entries import Task, Transformers
     from ..bench.harness import Settings
     from ..bench.recording import Recorder

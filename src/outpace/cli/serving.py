@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,6 +145,10 @@ def chat(
             continue
         if said.strip() == "/new":
             messages = [*begin]
+            typer.echo("a new chat", err=True)
+            continue
+        if re.fullmatch(r"/\w+", said.strip()):
+            typer.echo(f"outpace: unknown command {said.strip()}. {HELP}", err=True)
             continue
         if not said.strip():
             continue

@@ -46,8 +46,16 @@ def train(
             show_default=False,
         ),
     ] = None,
-    updates: Annotated[int, typer.Option(help="Stop after this many optimizer steps. Give this or --minutes.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Stop after this many minutes. Give this or --updates.")] = 0.0,
+    updates: Annotated[
+        int, typer.Option(help="Stop after this many optimizer steps. Give this or --minutes.", show_default=False)
+    ] = 0,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            help="Stop after this many minutes of training, once the answers are there (see --answer-minutes).",
+            show_default=False,
+        ),
+    ] = 0.0,
     tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 16384,
     rate: Annotated[float, typer.Option(help="Peak learning rate of matrices (Muon).")] = 1e-2,
     vector_rate: Annotated[float, typer.Option(help="Peak learning rate of norms and biases (AdamW).")] = 3e-3,
@@ -74,7 +82,11 @@ def train(
     batch: Annotated[int, typer.Option(help="Batch size for generating answers; 0: as many as fit in memory.")] = 0,
     new_tokens: Annotated[int, typer.Option(help="The most tokens per answer.")] = 256,
     answer_minutes: Annotated[
-        float, typer.Option(help="Stop generating answers after this many minutes; 0: answer everything.")
+        float,
+        typer.Option(
+            help="Stop generating answers to train on after this many minutes, behind those to held-out prompts; 0: "
+            "answer everything."
+        ),
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the answers, the generated prompts and the training.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a training that was stopped.")] = False,
@@ -93,6 +105,7 @@ def train(
     On several GPUs: accelerate launch -m outpace train ...
     """
     options.check(model, dtype=dtype)
+    options.check_files({"--prompts": prompts, "--judge": judge}, {"--plot": plot})
     from ..bench.prompts import PROMPTS
     from ..board import console_for_output
     from ..chart import check_plot, print_accuracies, print_confidence, progress_bar, save_accuracies

@@ -114,6 +114,10 @@ def generate(
         "rule": rule,
     }
     options.check(model, [method] if method else [], runtime, dtype, max_new_tokens, **chance)
+    options.check_files(
+        {"--json-schema": json_schema, "--prediction": prediction},
+        {"--trace": trace, "--picture": picture},
+    )
     if trace and (json_schema is not None or regex is not None):
         raise InputError("--trace: a grammar cannot be written to a trace. Leave out --json-schema and --regex.")
     if logprobs is not None and not (as_json or prompts):
@@ -195,6 +199,7 @@ def verify(
 
     Exit code 1 if the check fails.
     """
+    options.check_files({"TRACE": trace})
     from ..board import console_for_output
     from ..chart import print_receipt
     from ..models.loading import resolve_device
@@ -212,6 +217,8 @@ def verify(
     if weights is None and runtime == "packed" and name in NAMES:  # a GGUF file is loaded packed anyway
         weights = "packed"
     decoder = load_decoder(name, dtype or found.about.get("dtype"), device, how, exact, weights)
+    if runtime == "packed" != decoder.engine.name:
+        raise InputError(f"{trace} is of a model with packed weights. Check it with --weights packed, q8 or q4.")
     receipt = check(decoder, found, tolerance)
     if as_json:
         typer.echo(json.dumps(receipt.to_json()))

@@ -165,9 +165,9 @@ class AdaDecode(Method):
             if measured < predicted:
                 speed = f"measured to make {engine.model.name} {measured:.2f}"
             warnings.warn(
-                f"{self.name}: these exits are {speed} times as fast here, "
-                "so they are not used. Train better exits, or measure costs with `outpace calibrate`; "
-                "control='fixed' (--set control=fixed) uses them all the same.",
+                f"{self.name}: these exits are {speed} times as fast here, and are used from {WORTHWHILE} on. Train "
+                "better exits, or measure costs with `outpace calibrate`; control='fixed' (--set control=fixed) uses "
+                "them all the same.",
                 OutpaceWarning,
                 stacklevel=2,
             )
