@@ -8,7 +8,6 @@ from time import time
 from typing import Any
 
 from ..draft import Step
-from ..errors import OutpaceError
 from ..grammar import Grammar
 from .faults import Fault
 from .fields import ChatRequest, ResponseFormat, Tool, ToolChoice
@@ -33,6 +32,9 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
     settings = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     limit = asked.max_completion_tokens or asked.max_tokens or service.settings.max_new_tokens
+    constraint = None
+    if grammar is not None:
+        constraint = await service.compiled(grammar, "response_format" if must is None else "tools")
     predicted = None if asked.prediction is None else text_of(asked.prediction.content, "prediction")
 
     def prepare() -> list[Order]:
@@ -46,8 +48,8 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
         }
         found = []
         for sampling in samplings:
-            constraint = None if grammar is None else begun(decoder, grammar, len(tokens), asked)
-            found.append(Order(tokens, method, {**common, "sampling": sampling, "grammar": constraint}))
+            follows = None if constraint is None else constraint.copy(len(tokens))
+            found.append(Order(tokens, method, {**common, "sampling": sampling, "grammar": follows}))
         return found
 
     return await service.off_loop(prepare)
@@ -61,15 +63,6 @@ def style(service: Service) -> str:
 def callable_tools(asked: ChatRequest) -> list[str]:
     """The names of the tools that the response may call."""
     return [] if asked.tool_choice == "none" else [tool.function.name for tool in asked.tools or ()]
-
-
-def begun(decoder: Any, grammar: Grammar, length: int, asked: Any) -> Any:
-    """A grammar for one sequence; a Fault if it cannot be used."""
-    try:
-        return decoder.constraint(grammar, length)
-    except OutpaceError as error:
-        param = "tools" if grammar.kind == "lark" else "response_format"
-        raise Fault(str(error), param=param, code="invalid_schema") from error
 
 
 def grammar_of(asked: ResponseFormat | None) -> Grammar | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import sys
@@ -58,7 +57,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: stop once drained, or if the model could not be loaded."""
         if self._until and not self.should_exit and (self.service.open == 0 or monotonic() > self._until):
-            await asyncio.to_thread(self.service.abort)
+            await self.service.abort()
             self.should_exit = True
         if self.service.state == "failed":
             self.should_exit = True

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from ..decoder import Decoder
 from ..draft import Step
 from ..errors import InputError, UnknownNameError
+from ..grammar import Constraint, Grammar
 from ..methods import METHODS
 from ..picking import Sampling
-from .faults import Fault, fault_of, not_ready
+from .faults import Fault, fault_of, not_ready, too_late
 from .fields import Asked
+from .grammars import Grammars
 from .metrics import Metrics
 from .settings import Settings, Source
 from .warming import Progress, warm
@@ -41,6 +43,7 @@ class Service:
         self._worker: Worker | None = None
         self._metrics: Metrics | None = None
         self._threads = ThreadPoolExecutor(2, "outpace-reads")  # prompts are encoded here
+        self._grammars = Grammars()
         self._loading = Thread(target=self._load, name="outpace-loads", daemon=True)
         self._begun = False
         self.on_ready: Callable[[], None] = lambda: None
@@ -82,7 +85,7 @@ class Service:
         """Stop everything. Running sequences end with an error."""
         self._ending = "stopped"
         await asyncio.to_thread(self._loading.join)
-        await asyncio.to_thread(self.abort)
+        await self.abort()
         self._threads.shutdown()
 
     def drain(self) -> None:
@@ -91,10 +94,11 @@ class Service:
         if self._worker is not None:
             self._worker.drain()
 
-    def abort(self) -> None:
+    async def abort(self) -> None:
         """End all sequences with an error."""
+        await self._grammars.close()
         if self._worker is not None:
-            self._worker.stop()
+            await asyncio.to_thread(self._worker.stop)
 
     @property
     def state(self) -> str:
@@ -136,6 +140,14 @@ class Service:
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Do slow work in another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def compiled(self, grammar: Grammar, param: str) -> Constraint:
+        """A grammar to copy for sequences. A Fault if it cannot be used."""
+        deadline = self.settings.deadline
+        try:
+            return await asyncio.wait_for(self._grammars.compiled(self.decoder, grammar, param), deadline)
+        except asyncio.TimeoutError as error:
+            raise too_late(deadline) from error
 
     def check_count(self, n: int, prompts: int = 1) -> None:
         """Raise a Fault if a request asks for too many choices."""

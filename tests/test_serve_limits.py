@@ -1,0 +1,133 @@
+"""The server: requests that are made to take long or much are refused, and hold up nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from outpace.serve import grammars
+
+from .serving import LONG, Running, new_decoder, running, wait_until
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(new_decoder(), max_texts=8, max_queue=8) as found:
+        yield found
+
+
+def connected(server: Running, path: str, body: Any) -> socket.socket:
+    """The connection of a request that nobody has answered yet."""
+    host, port = server.url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)))
+    text = json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    found.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
+    return found
+
+
+def form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+ENDLESS = {"allOf": [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{20 + i}}}.*"} for i in range(20)]}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "temperature": 0}
+
+
+class TestGrammars:
+    """Some small schemas take llguidance forever."""
+
+    @pytest.fixture
+    def processes(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """Those that try grammars. A grammar may take as long as it will."""
+        found, start = [], asyncio.create_subprocess_exec
+
+        async def started(*given: Any, **more: Any) -> Any:
+            process = await start(*given, **more)
+            found.append(process)
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        monkeypatch.setattr(grammars, "SECONDS", 10 * LONG)
+        return found
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_one_that_takes_too_long_is_refused(
+        self, server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(grammars, "SECONDS", 0.5)
+        answer = server.chat(response_format=form(ENDLESS), stream=stream)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "response_format", "invalid_schema")
+        assert "0.5 seconds" in error["message"]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": ENDLESS}}}}
+        error = server.chat(tools=[tool], tool_choice="required", stream=stream).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "invalid_schema")
+
+    def test_its_process_ends_with_its_request_and_holds_up_nobody(self, server: Running, processes: list[Any]) -> None:
+        expected, body = server.text(), {**CHAT, "response_format": form(ENDLESS)}
+        with (
+            connected(server, "/v1/chat/completions", body),
+            connected(server, "/v1/chat/completions", {**body, "stream": True}),
+        ):
+            wait_until(lambda: len(processes) == 2)
+            assert server.text() == expected
+            assert [process.returncode for process in processes] == [None, None]
+        wait_until(lambda: all(process.returncode is not None for process in processes))
+        assert json.loads(server.text(response_format=form({"type": "boolean"}), max_tokens=20)) in (True, False)
+
+    def test_one_that_takes_too_much_memory_is_refused(
+        self, server: Running, processes: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(grammars, "TRY", "import os; os.abort()")
+        error = server.chat(response_format=form({"type": "integer"})).json()["error"]
+        assert (error["code"], "too much memory" in error["message"]) == ("invalid_schema", True)
+        assert len(processes) == 1
+
+    def test_many_wait_and_more_are_refused(
+        self, server: Running, processes: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(grammars, "WAITING", 1)
+        compiler = server.service._grammars
+        body = {**CHAT, "response_format": form(ENDLESS)}
+        connections = [connected(server, "/v1/chat/completions", body) for _ in range(grammars.AT_ONCE + 1)]
+        wait_until(lambda: compiler._open == grammars.AT_ONCE + 1)
+        answer = server.chat(response_format=form({"type": "boolean"}))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert answer.headers["retry-after"]
+        assert len(processes) <= grammars.AT_ONCE
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: compiler._open == 0)
+
+    def test_the_deadline_ends_it(self, processes: list[Any]) -> None:
+        with running(new_decoder(), deadline=0.5) as server:
+            answer = server.chat(response_format=form(ENDLESS))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_exceeded")
+
+    def test_a_server_that_stops_does_not_wait_for_it(self, processes: list[Any]) -> None:
+        with running(new_decoder()) as server, ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(server.chat, response_format=form(ENDLESS))
+            wait_until(lambda: processes)
+            server.server.handle_exit(15, None)
+            assert asked.result().json()["error"]["code"] == "stopped"
+        assert processes[0].returncode is not None
+
+    def test_it_is_compiled_once_for_all_choices_and_tried_once(
+        self, server: Running, processes: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decoder, compiled = server.service.decoder, list[Any]()
+        constraint = decoder.constraint
+        monkeypatch.setattr(decoder, "constraint", lambda *given: compiled.append(given) or constraint(*given))
+        fields = {"response_format": form({"enum": ["one", "two"]}), "temperature": 1.0, "max_tokens": 20}
+        texts = [choice["message"]["content"] for choice in server.chat(**fields, n=4, seed=1).json()["choices"]]
+        assert len(compiled) == 1
+        assert texts == [server.text(**fields, seed=1 + number) for number in range(4)]
+        assert {*texts} == {'"one"', '"two"'}
+        assert len(processes) == 1
