@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
-from outpace.serve import grammars
+from outpace.serve import fields, grammars
+from outpace.serve.fields import ChatRequest
 
 from .serving import LONG, Running, new_decoder, running, wait_until
 
@@ -131,3 +134,67 @@ class TestGrammars:
         assert texts == [server.text(**fields, seed=1 + number) for number in range(4)]
         assert {*texts} == {'"one"', '"two"'}
         assert len(processes) == 1
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+TEXT = {"type": "text", "text": ""}
+MANY = 100_000
+LARGE = [
+    ("v1/chat/completions", said([{}] * MANY), "messages"),
+    ("v1/chat/completions", said([TEXT] * 4097), "messages"),
+    ("v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT] * 1000}] * 5}, "messages"),
+    ("v1/chat/completions", {"messages": [{}] * MANY}, "messages"),
+    ("v1/chat/completions", {**said("x"), "stop": [""] * MANY}, "stop"),
+    ("v1/chat/completions", {**said("x"), "tools": [1] * MANY}, "tools"),
+    ("v1/chat/completions", {**said("x"), "prediction": {"content": [{}] * MANY}}, "prediction"),
+    ("v1/chat/completions", {**said("x"), "logit_bias": {str(n): "" for n in range(MANY)}}, "logit_bias"),
+    (
+        "v1/chat/completions",
+        {**said("x"), "chat_template_kwargs": {str(n): 1 for n in range(MANY)}},
+        "chat_template_kwargs",
+    ),
+    ("v1/completions", {"prompt": [-1] * MANY}, "prompt"),
+    ("v1/completions", {"prompt": [[-1] * MANY]}, "prompt"),
+    ("v1/completions", {"prompt": [{}] * MANY}, "prompt"),
+    ("v1/responses", {"input": [1] * MANY}, "input"),
+    ("v1/responses", {"input": [{"role": "user", "content": [TEXT] * 4097}]}, "input"),
+    ("tokenize", {"messages": [{"role": "user", "content": [1] * MANY}]}, "messages"),
+    ("detokenize", {"tokens": [-1] * MANY}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), LARGE)
+def test_of_a_large_body_a_few_errors_are_found(
+    server: Running, path: str, body: Any, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, request_error = list[int](), RequestValidationError.__init__
+
+    def counted(error: RequestValidationError, errors: Any, **how: Any) -> None:
+        counts.append(len(errors))
+        request_error(error, errors, **how)
+
+    monkeypatch.setattr(RequestValidationError, "__init__", counted)
+    answer = server.http.post(f"/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), answer.text
+    assert len(error["message"]) < 300
+    assert max(counts, default=0) <= 4
+
+
+def test_a_body_is_looked_through_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, dumps = list[Any](), json.dumps
+    monkeypatch.setattr(fields.json, "dumps", lambda *given, **how: times.append(given) or dumps(*given, **how))
+    body = {**CHAT, "messages": [{"role": "user", "content": [TEXT] * 10}] * 10}
+    ChatRequest.model_validate(body)
+    assert len(times) == 1
+    with pytest.raises(ValidationError, match="lone surrogate"):
+        ChatRequest.model_validate(said([{"type": "text", "text": "\ud800"}]))
+
+
+def test_the_largest_body_is_taken(server: Running) -> None:
+    body = {**CHAT, **said([TEXT] * 4095 + [{"type": "text", "text": "x"}])}
+    answer = server.http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == server.text("x", max_tokens=5)
