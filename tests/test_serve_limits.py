@@ -7,16 +7,21 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from outpace import PromptLookup
 from outpace.serve import fields, grammars
+from outpace.serve import service as service_module
 from outpace.serve.fields import ChatRequest
+from outpace.serve.warming import Progress, Stopped, warm
 
 from .serving import LONG, Running, new_decoder, running, wait_until
+from .test_batch import graph_decoder
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +203,47 @@ def test_the_largest_body_is_taken(server: Running) -> None:
     body = {**CHAT, **said([TEXT] * 4095 + [{"type": "text", "text": "x"}])}
     answer = server.http.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == server.text("x", max_tokens=5)
+
+
+class TestStoppingWhileLoading:
+    def test_a_server_that_loads_its_model_stops_at_once(self) -> None:
+        come = Event()
+
+        def load() -> Any:
+            assert come.wait(LONG)
+            return new_decoder()
+
+        with running(load, wait=False) as server:
+            wait_until(lambda: server.http.get("/health").status_code == 503)
+            service = server.service
+        assert service.loads
+        come.set()
+        wait_until(lambda: not service.loads)
+        assert (service.state, service._worker, service.error) == ("stopped", None, None)
+
+    def test_warming_stops_between_two_sizes(self) -> None:
+        decoder, made = graph_decoder(), list[int]()
+        stops = Progress(lambda: len(made) == 2)
+
+        def tell(done: int, of: int) -> None:
+            made.append(done)
+            stops(done, of)
+
+        with pytest.raises(Stopped):
+            warm(decoder, [decoder.prepare(PromptLookup(rows=4))], 4, decoder.model.context, tell)
+        assert made == [1, 2]
+
+    def test_a_server_that_stops_while_warming_serves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        warming = Event()
+
+        def endless(decoder: Any, methods: Any, most: int, longest: int, tell: Any) -> None:
+            warming.set()
+            while True:
+                tell(1, 2)
+
+        monkeypatch.setattr(service_module, "warm", endless)
+        with running(new_decoder(), wait=False) as server:
+            assert warming.wait(LONG)
+            service = server.service
+        wait_until(lambda: not service.loads)
+        assert (service.state, service._worker, service.error) == ("stopped", None, None)

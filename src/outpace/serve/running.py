@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -51,7 +52,10 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._until = monotonic() + self._drain
-        log.info("stopping, once the requests under way are answered")
+        if self.service.state == "loading":
+            log.info("stopping before the model is loaded")
+        else:
+            log.info("stopping, once the requests under way are answered")
         self.service.drain()
 
     async def on_tick(self, counter: int) -> bool:
@@ -109,3 +113,7 @@ def run(
     server.run(sockets=[place])
     if server.service.error is not None:
         raise server.service.error
+    if server.service.loads:  # Python would wait for what its thread is doing, or crash
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)

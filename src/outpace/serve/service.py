@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from threading import RLock, Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from .fields import Asked
 from .grammars import Grammars
 from .metrics import Metrics
 from .settings import Settings, Source
-from .warming import Progress, warm
+from .warming import Progress, Stopped, warm
 from .worker import Job, Mailbox, Order, Worker
 
 log = logging.getLogger("outpace.serve")
@@ -45,6 +45,7 @@ class Service:
         self._threads = ThreadPoolExecutor(2, "outpace-reads")  # prompts are encoded here
         self._grammars = Grammars()
         self._loading = Thread(target=self._load, name="outpace-loads", daemon=True)
+        self._turns = RLock()  # a signal's handler may come in the midst of either
         self._begun = False
         self.on_ready: Callable[[], None] = lambda: None
 
@@ -69,28 +70,41 @@ class Service:
             if self.settings.warm:
                 longest = min(decoder.model.context, self.settings.max_length or decoder.model.context)
                 methods = (decoder.method, decoder.prepare(PLAIN))
-                warm(decoder, methods, self.settings.max_texts, longest, Progress())
+                progress = Progress(lambda: bool(self._ending))
+                warm(decoder, methods, self.settings.max_texts, longest, progress)
             _share_out(decoder, self.settings)
-            self._decoder, self._metrics = decoder, Metrics(self.settings.name or decoder.model.name)
-            self._worker = Worker(decoder, self._metrics, self.settings.max_texts, self.settings.max_queue)
-            self._metrics.follow(self._worker)
-            self._worker.start()
-            self._state = "ready"
+            metrics = Metrics(self.settings.name or decoder.model.name)
+            worker = Worker(decoder, metrics, self.settings.max_texts, self.settings.max_queue)
+            metrics.follow(worker)
+            with self._turns:
+                if self._ending:
+                    return
+                self._decoder, self._metrics, self._worker = decoder, metrics, worker
+                worker.start()
+                self._state = "ready"
+        except Stopped:
+            return
         except BaseException as error:
             self.error, self._state = error, "failed"
             log.error("the model could not be loaded: %s", error)
         self.on_ready()
 
+    @property
+    def loads(self) -> bool:
+        """Whether the model is still being loaded, which nothing can stop but the end of the process."""
+        return self._loading.is_alive()
+
     async def close(self) -> None:
-        """Stop everything. Running sequences end with an error."""
-        self._ending = "stopped"
-        await asyncio.to_thread(self._loading.join)
+        """Stop everything but a model's loading. Running sequences end with an error."""
+        with self._turns:
+            self._ending = "stopped"
         await self.abort()
         self._threads.shutdown()
 
     def drain(self) -> None:
         """Reject new requests; open ones continue."""
-        self._ending = "draining"
+        with self._turns:
+            self._ending = "draining"
         if self._worker is not None:
             self._worker.drain()
 
