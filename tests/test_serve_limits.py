@@ -247,3 +247,18 @@ class TestStoppingWhileLoading:
             service = server.service
         wait_until(lambda: not service.loads)
         assert (service.state, service._worker, service.error) == ("stopped", None, None)
+
+
+def test_more_choices_than_there_can_ever_be_room_for_are_a_mistake() -> None:
+    with running(new_decoder(), max_texts=1, max_queue=1) as server:
+        assert server.chat(n=2, temperature=1).status_code == 200
+        server.settle()
+        for path, body, param in (
+            ("chat/completions", {**CHAT, "n": 3}, "n"),
+            ("completions", {"prompt": ["x", "y"], "n": 2}, "n"),
+            ("completions", {"prompt": ["x", "y", "z"]}, "prompt"),
+        ):
+            answer = server.http.post(f"/v1/{path}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param)
+            assert "at most 2 choices" in error["message"]

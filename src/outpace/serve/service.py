@@ -165,8 +165,9 @@ class Service:
 
     def check_count(self, n: int, prompts: int = 1) -> None:
         """Raise a Fault if a request asks for too many choices."""
-        if n * prompts > self.settings.max_n:
-            message = f"a request may have at most {self.settings.max_n} choices, not {n * prompts}."
+        most = min(self.settings.max_n, self.settings.max_texts + self.settings.max_queue)
+        if n * prompts > most:
+            message = f"a request may have at most {most} choices, not {n * prompts}."
             raise Fault(message, param="n" if n > 1 else "prompt")
 
     def ask(self, orders: Sequence[Order]) -> Reply:
