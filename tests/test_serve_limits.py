@@ -7,7 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import pytest
@@ -262,3 +262,44 @@ def test_more_choices_than_there_can_ever_be_room_for_are_a_mistake() -> None:
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param)
             assert "at most 2 choices" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_and_traces_decode_each_token_once(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(new_decoder()) as server:
+        tokenizer, decoded = server.service.decoder.tokenizer, list[int]()
+        decode = type(tokenizer).decode
+
+        def counted(self: Any, tokens: Any, *more: Any, **how: Any) -> Any:
+            if current_thread().name != "outpace-writes":  # which writes the text
+                decoded.extend(tokens)
+            return decode(self, tokens, *more, **how)
+
+        monkeypatch.setattr(type(tokenizer), "decode", counted)
+        for body in (
+            {**CHAT, "logprobs": True, "top_logprobs": 20, "trace": True},
+            {"prompt": "x", "logprobs": 20, "trace": True},
+        ):
+            path = "chat/completions" if "messages" in body else "completions"
+            for _ in range(2):
+                answer = server.http.post(f"/v1/{path}", json={**body, "max_tokens": 60, "stream": stream})
+                assert answer.status_code == 200
+        assert len(decoded) == len({*decoded})
+        assert 20 < len(decoded) <= 257
+
+
+def test_a_complete_answers_logprobs_are_written_as_they_come(server: Running) -> None:
+    """While the model waits before its last token, those of the others are texts already."""
+    worker = server.service._worker
+    assert worker is not None
+    server.service.words.clear()
+
+    def near() -> bool:
+        return any(len(job.result.sources) >= 5 for job in worker._jobs.values())
+
+    body = {**CHAT, "logprobs": True, "top_logprobs": 20, "max_tokens": 60, "speculative": False}
+    with ThreadPoolExecutor(1) as threads, server.paused(when=near):
+        answer = threads.submit(server.http.post, "/v1/chat/completions", json=body)
+        wait_until(lambda: len(server.service.words) > 20)
+        assert not answer.done()
+    assert len(answer.result().json()["choices"][0]["logprobs"]["content"]) == 60

@@ -146,20 +146,21 @@ async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, An
     """The complete response."""
     orders, created = await orders_of(service, asked, salt), int(time())
     choices = [Choice(service, asked) for _ in orders]
-    steps: list[list[Step]] = [[] for _ in orders]
+    chances: list[list[dict[str, Any]]] = [[] for _ in orders]
+    traces: list[list[dict[str, Any]]] = [[] for _ in orders]
     async with service.ask(orders) as reply:
-        async for batch in reply.batches():
+        async for batch in reply.batches():  # all is written as it comes, and not in one long go at the end
             for place, step in batch:
                 choices[place].take(step)
-                steps[place].append(step)
-    decoder = service.decoder
+                if asked.logprobs:
+                    chances[place] += likely(service.words, [step])
+                if asked.trace:
+                    traces[place].append(trace(service.words, step))
     found = []
     for place, choice in enumerate(choices):
-        chances = {"content": likely(decoder, steps[place]), "refusal": None} if asked.logprobs else None
-        entry = {"index": place, "message": choice.message(), "logprobs": chances, "finish_reason": choice.finish}
-        if asked.trace:
-            entry["trace"] = [trace(decoder, step) for step in steps[place]]
-        found.append(entry)
+        logprobs = {"content": chances[place], "refusal": None} if asked.logprobs else None
+        entry = {"index": place, "message": choice.message(), "logprobs": logprobs, "finish_reason": choice.finish}
+        found.append({**entry, "trace": traces[place]} if asked.trace else entry)
     return {
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
@@ -178,7 +179,7 @@ async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGene
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = {"id": name, "object": "chat.completion.chunk", "created": int(time()), "model": service.name}
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}
-    decoder = service.decoder
+    words = service.words
     begun: set[int] = set()
     # Most events differ from the last only in their text.
     plainly = not (choices[0].finds_calls or asked.logprobs or asked.trace)
@@ -200,10 +201,10 @@ async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGene
                     more: dict[str, Any] = {}
                     last = number == max(len(deltas) - 1, 0)
                     if asked.logprobs:
-                        entries = likely(decoder, steps) if last else []
+                        entries = likely(words, steps) if last else []
                         more["logprobs"] = {"content": entries, "refusal": None}
                     if asked.trace and last:
-                        more["trace"] = [trace(decoder, step) for step in steps]
+                        more["trace"] = [trace(words, step) for step in steps]
                     choice = {"index": place, "delta": delta, **more, "finish_reason": None}
                     yield None, {**head, "choices": [choice], **empty}
                 if choices[place].finish is not None:

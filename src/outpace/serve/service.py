@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from threading import RLock, Thread
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from .faults import Fault, fault_of, not_ready, too_late
 from .fields import Asked
 from .grammars import Grammars
 from .metrics import Metrics
+from .pieces import Words
 from .settings import Settings, Source
 from .warming import Progress, Stopped, warm
 from .worker import Job, Mailbox, Order, Worker
@@ -130,6 +132,11 @@ class Service:
         if self._decoder is None:
             raise not_ready(self.state)
         return self._decoder
+
+    @cached_property
+    def words(self) -> Words:
+        """Tokens as text."""
+        return Words(self.decoder.tokenizer)
 
     @property
     def name(self) -> str:
