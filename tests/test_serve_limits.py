@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event, current_thread
 from typing import Any
 
@@ -17,6 +19,7 @@ from pydantic import ValidationError
 from outpace import PromptLookup
 from outpace.serve import fields, grammars
 from outpace.serve import service as service_module
+from outpace.serve.connection import Connection
 from outpace.serve.fields import ChatRequest
 from outpace.serve.warming import Progress, Stopped, warm
 
@@ -303,3 +306,78 @@ def test_a_complete_answers_logprobs_are_written_as_they_come(server: Running) -
         wait_until(lambda: len(server.service.words) > 20)
         assert not answer.done()
     assert len(answer.result().json()["choices"][0]["logprobs"]["content"]) == 60
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+class TestArrival:
+    """A request that does not arrive in time is given up."""
+
+    @pytest.fixture(scope="class")
+    def impatient(self) -> Iterator[Running]:
+        with running(new_decoder(), arrival=0.3) as found:
+            yield found
+
+    def connected(self, server: Running) -> socket.socket:
+        found = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        found.settimeout(LONG)
+        return found
+
+    @pytest.mark.parametrize(
+        ("sent", "answered"),
+        [
+            (b"", False),
+            (POST[:-2], False),
+            (POST + b"Content-Length: 100\r\n\r\n{", False),
+            (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", False),
+            (POST.replace(b"json", b"text") + b"Content-Length: 100\r\n\r\n{", True),  # refused before its body
+            (GET + b"G", True),  # the next one
+            (GET + GET[:-2], True),
+            (GET + POST + b"Content-Length: 100\r\n\r\n{", True),
+        ],
+    )
+    def test_what_does_not_end_is_closed(self, impatient: Running, sent: bytes, answered: bool) -> None:
+        with self.connected(impatient) as connection:
+            connection.sendall(sent)
+            found = read_all(connection)
+        assert found.startswith(b"HTTP/1.1 ") == answered, found
+
+    def test_what_comes_byte_by_byte_is_closed(self, impatient: Running) -> None:
+        def trickle(connection: socket.socket) -> None:
+            end = time.monotonic() + LONG
+            while time.monotonic() < end:
+                connection.sendall(b"y")
+                time.sleep(0.01)
+
+        with self.connected(impatient) as connection:
+            connection.sendall(GET[:-4] + b"\r\nx: ")
+            with pytest.raises(OSError):
+                trickle(connection)
+
+    def test_what_has_arrived_takes_its_time(self) -> None:
+        """Neither an answer that is long in coming nor a pause between two requests ends the connection."""
+        body = json.dumps({"prompt": "x", "max_tokens": 3, "temperature": 0}).encode()
+        with running(new_decoder(), arrival=LONG) as server, self.connected(server) as connection:
+            wait_until(lambda: server.server.server_state.connections)
+            (other,) = server.server.server_state.connections
+            assert isinstance(other, Connection)
+            assert other._late is not None
+            for _ in range(2):
+                with server.paused():
+                    connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                    wait_until(lambda: server.service.open)
+                    assert other._late is None
+                assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+                server.settle()
+                assert other._late is None
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All that comes until the connection is closed."""
+    found = b""
+    with suppress(ConnectionError):
+        while part := connection.recv(2**16):
+            found += part
+    return found

@@ -17,6 +17,7 @@ import uvicorn
 from ..errors import InputError
 from ..files import reason
 from .application import build
+from .connection import Connection
 from .service import Service
 from .settings import Settings, Source
 
@@ -33,12 +34,13 @@ class Server(uvicorn.Server):
         app = build(source, settings)
         self.service: Service = app.state.service
         self._drain, self._until = drain, 0.0
+        connection = type("Connection", (Connection,), {"seconds": settings.arrival})
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
                 access_log=False,
-                http="h11",
+                http=connection,
                 h11_max_incomplete_event_size=UNREAD * settings.max_headers,
                 timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=PATIENCE,
