@@ -52,11 +52,13 @@ def build(source: Source, settings: Settings) -> FastAPI:
     app.add_exception_handler(ClientGone, lambda _, error: Response(status_code=499))
     started = int(time())
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         ready = service.state == "ready"
         return JSONResponse({"status": "ok" if ready else service.state}, 200 if ready else 503)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
         return HTMLResponse(_page(), headers={"Content-Security-Policy": SAFE})
