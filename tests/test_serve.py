@@ -395,6 +395,8 @@ class TestOthers:
         ({"model": "other"}, 404, "model", "'tiny' is"),
         ({"method": "magic"}, 400, "method", "unknown method"),
         ({"method": "adadecode-unverified"}, 400, "method", "is lossy"),
+        ({"method": "medusa"}, 400, "method", "medusa cannot be used with this model."),
+        ({"method": "draft-model"}, 400, "method", "cannot be used"),
         ({"functions": [{}]}, 400, "functions", "not supported"),
         ({"echo": True}, 400, "echo", "not supported"),
         ({"suffix": "x"}, 400, "suffix", "not supported"),

@@ -381,3 +381,22 @@ def read_all(connection: socket.socket) -> bytes:
         while part := connection.recv(2**16):
             found += part
     return found
+
+
+def test_a_method_is_prepared_once_and_not_by_the_decoding_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(new_decoder()) as server:
+        decoder, asked = server.service.decoder, list[tuple[Any, str]]()
+        prepare = decoder.prepare
+
+        def watched(method: Any, **settings: Any) -> Any:
+            if isinstance(method, str):
+                asked.append((method, current_thread().name))
+            return prepare(method, **settings)
+
+        monkeypatch.setattr(decoder, "prepare", watched)
+        for _ in range(2):
+            assert server.chat(method="jacobi").status_code == 200
+            assert server.chat(method="medusa").json()["error"]["param"] == "method"
+            assert server.chat(speculative=False).status_code == 200
+        assert [name for name, _ in asked] == ["jacobi", "medusa"]
+        assert all(thread.startswith("outpace-reads") for _, thread in asked)

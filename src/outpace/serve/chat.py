@@ -22,7 +22,7 @@ from .worker import Order
 async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Order]:
     """The sequences that a chat request asks for."""
     service.check_model(asked.model)
-    decoder, method = service.decoder, service.method_of(asked)
+    decoder, method = service.decoder, await service.method_of(asked)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Fault("top_logprobs needs logprobs: true.", param="top_logprobs")
     tools, must = chosen_tools(asked.tools, asked.tool_choice)

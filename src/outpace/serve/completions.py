@@ -20,7 +20,7 @@ USUAL = 16  # OpenAI's default for max_tokens
 async def orders_of(service: Service, asked: CompletionRequest, salt: str) -> tuple[list[Order], int]:
     """The sequences of a request, in the order of its prompts, and the number of prompts."""
     service.check_model(asked.model)
-    decoder, method = service.decoder, service.method_of(asked)
+    decoder, method = service.decoder, await service.method_of(asked)
     prompt = asked.prompt
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
     service.check_count(asked.n or 1, len(prompts))

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from ..decoder import Decoder
 from ..draft import Step
-from ..errors import InputError, UnknownNameError
+from ..errors import InputError, OutpaceError, UnknownNameError
 from ..grammar import Constraint, Grammar
 from ..methods import METHODS
+from ..methods.base import Method
 from ..picking import Sampling
 from .faults import Fault, fault_of, not_ready, too_late
 from .fields import Asked
@@ -46,6 +47,7 @@ class Service:
         self._metrics: Metrics | None = None
         self._threads = ThreadPoolExecutor(2, "outpace-reads")  # prompts are encoded here
         self._grammars = Grammars()
+        self._methods: dict[str, Method | None] = {}  # that requests name; None: it cannot be used
         self._loading = Thread(target=self._load, name="outpace-loads", daemon=True)
         self._turns = RLock()  # a signal's handler may come in the midst of either
         self._begun = False
@@ -69,9 +71,10 @@ class Service:
                 )
             if not decoder.method.lossless:
                 raise InputError(f"{decoder.method.name} is lossy, and is not served. Use another method.")
+            self._methods[PLAIN] = plain = decoder.prepare(PLAIN)
             if self.settings.warm:
                 longest = min(decoder.model.context, self.settings.max_length or decoder.model.context)
-                methods = (decoder.method, decoder.prepare(PLAIN))
+                methods = (decoder.method, plain)
                 progress = Progress(lambda: bool(self._ending))
                 warm(decoder, methods, self.settings.max_texts, longest, progress)
             _share_out(decoder, self.settings)
@@ -182,18 +185,30 @@ class Service:
         assert self._worker is not None
         return Reply(self._worker, orders, self.settings.deadline)
 
-    def method_of(self, asked: Asked) -> str | None:
-        """The method that a request names; None for the server's default."""
-        if not asked.speculative:
-            return PLAIN
-        if asked.method is None:
-            return None
-        if asked.method not in METHODS:
+    async def method_of(self, asked: Asked) -> Method:
+        """The method that a request names, or the server's default. A Fault if this model cannot use it."""
+        name, decoder = asked.method if asked.speculative else PLAIN, self.decoder
+        if name is None:
+            return decoder.method
+        if name not in METHODS:
             known = [name for name, method in METHODS.items() if method.lossless]
-            raise Fault(str(UnknownNameError("method", asked.method, known)), param="method")
-        if not METHODS[asked.method].lossless:
-            raise Fault(f"{asked.method} is lossy, and is not served. Use another method.", param="method")
-        return asked.method
+            raise Fault(str(UnknownNameError("method", name, known)), param="method")
+        if not METHODS[name].lossless:
+            raise Fault(f"{name} is lossy, and is not served. Use another method.", param="method")
+        if name not in self._methods:
+
+            def prepared() -> Method | None:
+                try:
+                    return decoder.prepare(name)
+                except OutpaceError as error:
+                    log.info("the method %s cannot be used: %s", name, error)  # clients cannot follow its remedy
+                    return None
+
+            self._methods.setdefault(name, await self.off_loop(prepared))
+        found = self._methods[name]
+        if found is None:
+            raise Fault(f"{name} cannot be used with this model. Use another method.", param="method")
+        return found
 
     def samplings_of(self, asked: Asked, count: int) -> list[Sampling]:
         """The sampling of each sequence of a request. As in OpenAI's API, the default temperature is 1."""
