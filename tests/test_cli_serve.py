@@ -32,9 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def started(*arguments: object, stdin: Any = None) -> subprocess.Popen[str]:
+def started(*arguments: object, stdin: Any = None, code: str | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "outpace", *map(str, arguments)],
+        [sys.executable, *(["-m", "outpace"] if code is None else ["-c", code]), *map(str, arguments)],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -60,6 +60,23 @@ def test_it_says_where_it_is_and_ends_by_a_signal(folder: Path) -> None:
     assert "loading mine" in logged
     assert "POST /v1/chat/completions 200" in logged
     assert "hello" not in logged
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_while_the_model_is_loaded(folder: Path, number: int) -> None:
+    endless = (
+        "import sys, threading, outpace.decoder as decoder; from outpace.cli import main\n"
+        "decoder.load = lambda *a, **k: (print('loads', flush=True), threading.Event().wait())\n"
+        "main()"
+    )
+    process = started("serve", "--model", folder, "--device", "cpu", "--port", 0, code=endless)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loads\n"
+    process.send_signal(number)
+    _, logged = process.communicate(timeout=LONG)
+    assert process.returncode == 0
+    assert "stopping before the model is loaded" in logged
+    assert "Traceback" not in logged
 
 
 @pytest.mark.parametrize(

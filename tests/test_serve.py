@@ -395,6 +395,8 @@ class TestOthers:
         ({"model": "other"}, 404, "model", "'tiny' is"),
         ({"method": "magic"}, 400, "method", "unknown method"),
         ({"method": "adadecode-unverified"}, 400, "method", "is lossy"),
+        ({"method": "medusa"}, 400, "method", "medusa cannot be used with this model."),
+        ({"method": "draft-model"}, 400, "method", "cannot be used"),
         ({"functions": [{}]}, 400, "functions", "not supported"),
         ({"echo": True}, 400, "echo", "not supported"),
         ({"suffix": "x"}, 400, "suffix", "not supported"),
@@ -544,6 +546,28 @@ class TestGuard:
         assert "access-control-allow-origin" not in ask("/health", headers={"origin": server.url}).headers
         answer = server.http.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
         assert answer.status_code == 415
+
+    def test_hosts_are_names_as_in_dns(self, server: Running) -> None:
+        port = server.url.rpartition(":")[2]
+        for host in ("LocalHost", "localhost.", f"LOCALHOST.:{port}", "127.0.0.1.", f"[::1]:{port}"):
+            assert server.http.get("/v1/models", headers={"host": host}).status_code == 200, host
+        same = {"host": f"LocalHost:{port}", "origin": f"http://localhost:{port}"}
+        assert server.http.get("/v1/models", headers=same).status_code == 200
+        for host in ("localhost..", ".localhost", "localhost.evil.example", ""):
+            assert server.http.get("/v1/models", headers={"host": host}).status_code == 403, host
+
+    def test_head(self, server: Running) -> None:
+        for path in ("/", "/health"):
+            answer = server.http.head(path)
+            assert (answer.status_code, answer.content) == (200, b"")
+        assert server.http.get("/openapi.json").status_code == 200
+
+    def test_there_are_no_websockets(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
+        pytest.importorskip("websockets")  # without, uvicorn answers as if it were not asked
+        asks = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        key = {"sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+        assert server.http.get("/v1/responses", headers={**asks, **key}).status_code == 403
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
     def test_large_bodies_and_headers(self, server: Running) -> None:
         kind = {"content-type": "application/json"}
@@ -784,8 +808,9 @@ class TestFaults:
         finally:
             with torch.no_grad():
                 table[token] = before
-        assert answer.status_code == 400
-        assert "NaN" in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (500, "server_error")
+        assert "NaN" in error["message"]
 
     def test_more_than_there_is_room_for(self, server: Running, others: None) -> None:
         def ask(number: int) -> httpx.Response:

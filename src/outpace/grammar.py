@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,10 +38,10 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that fits a schema."""
-        text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"the JSON schema is not JSON: {error}.") from error
         if not isinstance(found, dict):
             raise InputError("the JSON schema must be an object.")
@@ -61,12 +62,11 @@ class Grammar:
         """Text that matches a context-free grammar, in llguidance's syntax."""
         return cls("lark", rules)
 
-    def compiled(self, words: Any) -> Any:
-        """A matcher for the `words_of` a tokenizer. Raises InputError for invalid or unsupported grammars."""
-        guidance = _llguidance()
+    def rules(self) -> str:
+        """What llguidance compiles. Raises InputError for grammars that are too long or of an unknown kind."""
         if len(self.source) > _LONGEST:
             raise InputError(f"the grammar has {len(self.source)} characters; at most {_LONGEST} are allowed.")
-        matcher, kind = guidance.LLMatcher, self.kind.replace("_", " ")
+        matcher = _llguidance().LLMatcher
         makers = {
             "json_schema": partial(matcher.grammar_from_json_schema, overrides=_JSON),
             "regex": matcher.grammar_from_regex,
@@ -75,14 +75,17 @@ class Grammar:
         if self.kind not in makers:
             raise InputError(f"unknown kind of grammar {self.kind!r}: use {', '.join(makers)}.")
         try:
-            found = matcher(words, makers[self.kind](self.source), log_level=0)
+            return str(makers[self.kind](self.source))
         except ValueError as error:  # of a schema that is nested too deeply
-            raise InputError(f"the {kind} cannot be used: {error}") from error
+            raise InputError(f"the {self.kind.replace('_', ' ')} cannot be used: {error}") from error
+
+    def compiled(self, words: Any) -> Any:
+        """A matcher for the `words_of` a tokenizer. Raises InputError for invalid or unsupported grammars."""
+        found = _llguidance().LLMatcher(words, self.rules(), log_level=0)
         if found.is_error():
             lines = str(found.get_error()).strip().split("\n")
             named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # below a drawing
-            reason = (named or lines)[0].strip()
-            raise InputError(f"the {kind} cannot be used: {reason}")
+            raise InputError(f"the {self.kind.replace('_', ' ')} cannot be used: {(named or lines)[0].strip()}")
         return found
 
 
@@ -105,6 +108,12 @@ class Constraint:
                 "decoder.constraint(…)."
             )
         self._taken = True
+
+    def copy(self, prompt_length: int) -> Constraint:
+        """The same grammar, compiled once, for another sequence. Of a constraint that has read nothing."""
+        found = copy(self)
+        found._matcher, found._read_to, found._taken = self._matcher.deep_copy(), prompt_length, False
+        return found
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Rule out every token that may not come next."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
+from reprlib import repr as shown
 from time import time
 from typing import Any
 
@@ -51,11 +52,13 @@ def build(source: Source, settings: Settings) -> FastAPI:
     app.add_exception_handler(ClientGone, lambda _, error: Response(status_code=499))
     started = int(time())
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         ready = service.state == "ready"
         return JSONResponse({"status": "ok" if ready else service.state}, 200 if ready else 503)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
         return HTMLResponse(_page(), headers={"Content-Security-Policy": SAFE})
@@ -109,10 +112,9 @@ def build(source: Source, settings: Settings) -> FastAPI:
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(asked.model)
         decoder = service.decoder
-        for token in asked.tokens:
-            if token >= decoder.model.vocabulary:
-                message = f"token id {token} is not below {decoder.model.vocabulary}."
-                raise Fault(message, param="tokens")
+        largest = max(asked.tokens, default=0)
+        if largest >= decoder.model.vocabulary:
+            raise Fault(f"token id {largest} is not below {decoder.model.vocabulary}.", param="tokens")
         return {"prompt": await service.off_loop(lambda: decoder.tokenizer.decode(asked.tokens))}
 
     return app
@@ -138,7 +140,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     if first["type"] == "missing":
         message = f"{param or 'the body'} is missing."
     else:
-        message = f"{param or 'the body'}={first.get('input')!r:.60}: {first['msg']}."
+        message = f"{param or 'the body'}={shown(first.get('input'))}: {first['msg']}."
     return Fault(message, param=place[0] if place else None).response()
 
 

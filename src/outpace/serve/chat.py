@@ -8,7 +8,6 @@ from time import time
 from typing import Any
 
 from ..draft import Step
-from ..errors import OutpaceError
 from ..grammar import Grammar
 from .faults import Fault
 from .fields import ChatRequest, ResponseFormat, Tool, ToolChoice
@@ -23,7 +22,7 @@ from .worker import Order
 async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Order]:
     """The sequences that a chat request asks for."""
     service.check_model(asked.model)
-    decoder, method = service.decoder, service.method_of(asked)
+    decoder, method = service.decoder, await service.method_of(asked)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Fault("top_logprobs needs logprobs: true.", param="top_logprobs")
     tools, must = chosen_tools(asked.tools, asked.tool_choice)
@@ -33,6 +32,9 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
     settings = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     limit = asked.max_completion_tokens or asked.max_tokens or service.settings.max_new_tokens
+    constraint = None
+    if grammar is not None:
+        constraint = await service.compiled(grammar, "response_format" if must is None else "tools")
     predicted = None if asked.prediction is None else text_of(asked.prediction.content, "prediction")
 
     def prepare() -> list[Order]:
@@ -47,8 +49,8 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
         }
         found = []
         for sampling in samplings:
-            constraint = None if grammar is None else begun(decoder, grammar, len(tokens), asked)
-            found.append(Order(tokens, method, {**common, "sampling": sampling, "grammar": constraint}))
+            follows = None if constraint is None else constraint.copy(len(tokens))
+            found.append(Order(tokens, method, {**common, "sampling": sampling, "grammar": follows}))
         return found
 
     return await service.off_loop(prepare)
@@ -62,15 +64,6 @@ def style(service: Service) -> str:
 def callable_tools(asked: ChatRequest) -> list[str]:
     """The names of the tools that the response may call."""
     return [] if asked.tool_choice == "none" else [tool.function.name for tool in asked.tools or ()]
-
-
-def begun(decoder: Any, grammar: Grammar, length: int, asked: Any) -> Any:
-    """A grammar for one sequence; a Fault if it cannot be used."""
-    try:
-        return decoder.constraint(grammar, length)
-    except OutpaceError as error:
-        param = "tools" if grammar.kind == "lark" else "response_format"
-        raise Fault(str(error), param=param, code="invalid_schema") from error
 
 
 def grammar_of(asked: ResponseFormat | None) -> Grammar | None:
@@ -154,20 +147,21 @@ async def whole(service: Service, asked: ChatRequest, salt: str) -> dict[str, An
     """The complete response."""
     orders, created = await orders_of(service, asked, salt), int(time())
     choices = [Choice(service, asked) for _ in orders]
-    steps: list[list[Step]] = [[] for _ in orders]
+    chances: list[list[dict[str, Any]]] = [[] for _ in orders]
+    traces: list[list[dict[str, Any]]] = [[] for _ in orders]
     async with service.ask(orders) as reply:
-        async for batch in reply.batches():
+        async for batch in reply.batches():  # all is written as it comes, and not in one long go at the end
             for place, step in batch:
                 choices[place].take(step)
-                steps[place].append(step)
-    decoder = service.decoder
+                if asked.logprobs:
+                    chances[place] += likely(service.words, [step])
+                if asked.trace:
+                    traces[place].append(trace(service.words, step))
     found = []
     for place, choice in enumerate(choices):
-        chances = {"content": likely(decoder, steps[place]), "refusal": None} if asked.logprobs else None
-        entry = {"index": place, "message": choice.message(), "logprobs": chances, "finish_reason": choice.finish}
-        if asked.trace:
-            entry["trace"] = [trace(decoder, step) for step in steps[place]]
-        found.append(entry)
+        logprobs = {"content": chances[place], "refusal": None} if asked.logprobs else None
+        entry = {"index": place, "message": choice.message(), "logprobs": logprobs, "finish_reason": choice.finish}
+        found.append({**entry, "trace": traces[place]} if asked.trace else entry)
     return {
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
@@ -186,7 +180,7 @@ async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGene
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = {"id": name, "object": "chat.completion.chunk", "created": int(time()), "model": service.name}
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}
-    decoder = service.decoder
+    words = service.words
     begun: set[int] = set()
     # Most events differ from the last only in their text.
     plainly = not (choices[0].finds_calls or asked.logprobs or asked.trace)
@@ -208,10 +202,10 @@ async def streamed(service: Service, asked: ChatRequest, salt: str) -> AsyncGene
                     more: dict[str, Any] = {}
                     last = number == max(len(deltas) - 1, 0)
                     if asked.logprobs:
-                        entries = likely(decoder, steps) if last else []
+                        entries = likely(words, steps) if last else []
                         more["logprobs"] = {"content": entries, "refusal": None}
                     if asked.trace and last:
-                        more["trace"] = [trace(decoder, step) for step in steps]
+                        more["trace"] = [trace(words, step) for step in steps]
                     choice = {"index": place, "delta": delta, **more, "finish_reason": None}
                     yield None, {**head, "choices": [choice], **empty}
                 if choices[place].finish is not None:

@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from time import time
 from typing import Any
 
-from ..decoder import Decoder
 from ..draft import Step
 from .fields import CompletionRequest
-from .pieces import LEAST, figures, new_id, trace, word
+from .pieces import LEAST, Words, figures, new_id, trace
 from .prompts import raw_tokens
 from .service import Service
 from .streams import Event, Form
@@ -21,7 +20,7 @@ USUAL = 16  # OpenAI's default for max_tokens
 async def orders_of(service: Service, asked: CompletionRequest, salt: str) -> tuple[list[Order], int]:
     """The sequences of a request, in the order of its prompts, and the number of prompts."""
     service.check_model(asked.model)
-    decoder, method = service.decoder, service.method_of(asked)
+    decoder, method = service.decoder, await service.method_of(asked)
     prompt = asked.prompt
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
     service.check_count(asked.n or 1, len(prompts))
@@ -45,19 +44,25 @@ async def orders_of(service: Service, asked: CompletionRequest, salt: str) -> tu
 class _Chances:
     """The logprobs of a choice in the form of completions, with the text offset of each token."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, words: Words) -> None:
+        self.all: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        self._words = words
         self._offset = 0
 
+    def add(self, step: Step) -> None:
+        """Keep those of a new step."""
+        for name, values in self.take([step]).items():
+            self.all[name] += values
+
     def take(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """Add those of new steps."""
+        """Those of new steps."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for step in steps:
             for token, entry in zip(step.tokens, step.logprobs, strict=True):
-                text = word(self._decoder, token)
+                text = self._words[token]
                 found["tokens"].append(text)
                 found["token_logprobs"].append(max(entry.chance, LEAST))
-                best = {word(self._decoder, other): max(chance, LEAST) for other, chance in entry.best}
+                best = {self._words[other]: max(chance, LEAST) for other, chance in entry.best}
                 found["top_logprobs"].append({**best, text: max(entry.chance, LEAST)})
                 found["text_offset"].append(self._offset)
                 self._offset += len(text)
@@ -67,23 +72,24 @@ class _Chances:
 async def whole(service: Service, asked: CompletionRequest, salt: str) -> dict[str, Any]:
     """The complete response."""
     (orders, prompts), created = await orders_of(service, asked, salt), int(time())
-    steps: list[list[Step]] = [[] for _ in orders]
+    chances = [_Chances(service.words) for _ in orders]
+    traces: list[list[dict[str, Any]]] = [[] for _ in orders]
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
             for place, step in batch:
-                steps[place].append(step)
-    decoder = service.decoder
+                if asked.logprobs is not None:
+                    chances[place].add(step)
+                if asked.trace:
+                    traces[place].append(trace(service.words, step))
     choices = []
     for place, job in enumerate(reply.jobs):
-        entry: dict[str, Any] = {
+        entry = {
             "index": place,
             "text": job.result.text,
-            "logprobs": None if asked.logprobs is None else _Chances(decoder).take(steps[place]),
+            "logprobs": None if asked.logprobs is None else chances[place].all,
             "finish_reason": job.result.finish_reason,
         }
-        if asked.trace:
-            entry["trace"] = [trace(decoder, step) for step in steps[place]]
-        choices.append(entry)
+        choices.append({**entry, "trace": traces[place]} if asked.trace else entry)
     return {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -101,8 +107,8 @@ async def streamed(service: Service, asked: CompletionRequest, salt: str) -> Asy
     wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time()), "model": service.name}
     empty: dict[str, Any] = {"usage": None} if wants_usage else {}
-    decoder = service.decoder
-    chances = [_Chances(decoder) for _ in orders]
+    words = service.words
+    chances = [_Chances(words) for _ in orders]
     plainly = not asked.trace and asked.logprobs is None
     blank = {"text": Form.PLACE, "logprobs": None, "finish_reason": None}
     forms = [Form({**head, "choices": [{"index": place, **blank}], **empty}) for place in range(len(orders))]
@@ -123,7 +129,7 @@ async def streamed(service: Service, asked: CompletionRequest, salt: str) -> Asy
                     "finish_reason": finish,
                 }
                 if asked.trace:
-                    choice["trace"] = [trace(decoder, step) for step in steps]
+                    choice["trace"] = [trace(words, step) for step in steps]
                 yield None, {**head, "choices": [choice], **empty}
         if wants_usage:
             yield None, {**head, "choices": [], "usage": reply.usage(prompts), **figures(reply.jobs)}

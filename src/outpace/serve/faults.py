@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from ..errors import OutpaceError
+from ..errors import InputError, ModelError, OutpaceError
 
 INVALID = "invalid_request_error"
 
@@ -59,6 +59,9 @@ def fault_of(error: BaseException) -> Fault:
     """The fault that a client sees for an error. Internal errors are logged where they are caught, and not shown."""
     if isinstance(error, Fault):
         return error
-    if isinstance(error, OutpaceError):
+    if isinstance(error, InputError | ModelError):
         return Fault(str(error))
-    return Fault("the server failed to generate this answer; see its log.", 500, "server_error", None, "internal_error")
+    why = "the server failed to generate this answer; see its log."
+    if isinstance(error, OutpaceError):  # NaN in the model, or a device that is gone: no request can help it
+        why = str(error)
+    return Fault(why, 500, "server_error", None, "internal_error")

@@ -1,6 +1,9 @@
 """Request bodies: every field with its range.
 
 Unknown fields are ignored, as OpenAI's clients expect, except those of other servers that would change the text.
+
+Bodies are checked on the event loop, so nothing here takes long whatever a body of 4 MiB holds: lists and dicts have a
+limit, and the first error in a list ends its check.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .faults import Fault
@@ -16,9 +19,10 @@ from .faults import Fault
 Text = Annotated[str, Field(max_length=2**22)]
 Name = Annotated[str, Field(max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=2**20)]
+Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=2**20)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Schema = dict[str, Any]
+PARTS = 4096  # of all messages of a request, with their tool calls
 
 
 # Fields that are not supported, of OpenAI's and vLLM's, and their values that have no effect.
@@ -45,10 +49,20 @@ NO_SUCH: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _few(data: Any) -> Any:
+    if isinstance(data, dict) and len(data) > 1024:
+        raise PydanticCustomError("too_long", "must have at most 1024 items")
+    return data
+
+
 class Fields(BaseModel):
     """A part of a request."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class Body(Fields):
+    """A request."""
 
     @model_validator(mode="before")
     @classmethod
@@ -64,12 +78,30 @@ class Fields(BaseModel):
             pass  # not from JSON; the fields' own checks report it
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_parts(cls, data: Any) -> Any:
+        for name in ("messages", "input"):
+            items = data.get(name) if isinstance(data, dict) else None
+            parts = [
+                value
+                for item in (items if isinstance(items, list) else ())
+                for value in (item.values() if isinstance(item, dict) else ())
+                if isinstance(value, list)
+            ]
+            if sum(map(len, parts)) > PARTS:
+                raise Fault(f"{name} may have at most {PARTS} parts and tool calls in all. Join some.", param=name)
+        return data
+
 
 class Part(Fields):
     """A part of a message."""
 
     type: Name
     text: Text | None = None
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=PARTS)]
 
 
 class Called(Fields):
@@ -91,9 +123,9 @@ class Message(Fields):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[Part] | None = None
+    content: Text | Parts | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Name | None = None
 
     @model_validator(mode="after")
@@ -149,7 +181,7 @@ class Prediction(Fields):
     """The expected response, to draft from."""
 
     type: Literal["content"] = "content"
-    content: Text | list[Part]
+    content: Text | Parts
 
 
 class StreamOptions(Fields):
@@ -166,7 +198,7 @@ class TemplateSettings(Fields):
     enable_thinking: bool | None = None
 
 
-class Asked(Fields):
+class Asked(Body):
     """Fields of all kinds of requests."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}  # unsupported ones beside NO_SUCH
@@ -180,7 +212,7 @@ class Asked(Fields):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: Name | None = None
     method: Name | None = None
@@ -200,7 +232,7 @@ class Sampled(Asked):
     """Fields of chats and completions."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stream_options: StreamOptions | None = None
 
@@ -218,16 +250,20 @@ class ChatRequest(Sampled):
         "continue_final_message": (None, False),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    chat_template_kwargs: TemplateSettings | None = None
+    chat_template_kwargs: Annotated[TemplateSettings, BeforeValidator(_few)] | None = None
+
+
+Several = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=128)]
+SeveralTokens = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=128)]
 
 
 class CompletionRequest(Sampled):
@@ -240,23 +276,23 @@ class CompletionRequest(Sampled):
         "prediction": (None,),
     }
 
-    prompt: Text | Tokens | Annotated[list[Text] | list[Tokens], Field(min_length=1, max_length=128)]
+    prompt: Text | Tokens | Several | SeveralTokens
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(Body):
     """`/tokenize`: a prompt or messages."""
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(Body):
     """`/detokenize`."""
 
     model: Name | None = None
-    tokens: Annotated[list[Token], Field(max_length=2**20)]
+    tokens: Annotated[list[Token], Field(fail_fast=True, max_length=2**20)]
 
 
 class InputItem(Fields):
@@ -264,11 +300,11 @@ class InputItem(Fields):
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Text | list[Part] | None = None
+    content: Text | Parts | None = None
     call_id: Name | None = None
     name: Name | None = None
     arguments: Text | None = None
-    output: Text | list[Part] | None = None
+    output: Text | Parts | None = None
 
 
 class FlatTool(Fields):
@@ -324,10 +360,10 @@ class ResponsesRequest(Asked):
         "trace": (None, False),
     }
 
-    input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=4096)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     text: TextSettings | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None

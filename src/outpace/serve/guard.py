@@ -32,13 +32,17 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, begin: Callable[[], None]) -> None:
         self.app, self.settings, self._begin = app, settings, begin
+        self._hosts = {name.lower() for name in settings.hosts}
         self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close"})  # before it is accepted: servers answer 403
+            return
         if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         start, status, read = perf_counter(), 499, 0
         started = ended = False
@@ -79,9 +83,9 @@ class Guard:
         headers = _headers(scope)
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self.settings.max_headers:
             raise Fault(f"the headers are larger than {self.settings.max_headers} bytes.", 431)
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self.settings.hosts and name not in self.settings.hosts:
+        if self._hosts and name.removesuffix(".") not in self._hosts:
             raise Fault(f"the Host {name!r} is not a name of this server.", 403, code="invalid_host")
         origin = headers.get("origin")
         if origin is not None and _place(origin) != host:
@@ -109,9 +113,9 @@ def _too_large(settings: Settings) -> Fault:
 
 
 def _place(origin: str) -> str | None:
-    """The host and port of an Origin; None if it has none."""
+    """The host and port of an Origin, in lower case; None if it has none."""
     try:
-        return urlsplit(origin).netloc
+        return urlsplit(origin).netloc.lower()
     except ValueError:
         return None
 

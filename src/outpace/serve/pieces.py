@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from ..decoder import Decoder
 from ..draft import Step
 from .metrics import acceptance, timings
 from .worker import Job
@@ -19,17 +18,27 @@ def new_id(kind: str) -> str:
     return f"{kind}{secrets.token_hex(12)}"
 
 
-def word(decoder: Decoder, token: int) -> str:
-    """A token as text; an incomplete character becomes a replacement character."""
-    text: str = decoder.tokenizer.decode([token])
-    return text
+class Words(dict[int, str]):
+    """Tokens as text; an incomplete character becomes a replacement character.
+
+    Each is decoded once: the event loop writes logprobs and traces, and the same tokens come again and again.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        self[token] = text
+        return text
 
 
-def likely(decoder: Decoder, steps: Sequence[Step]) -> list[dict[str, Any]]:
+def likely(words: Words, steps: Sequence[Step]) -> list[dict[str, Any]]:
     """The logprobs of a chat's tokens, in OpenAI's form."""
 
     def entry(token: int, chance: float) -> dict[str, Any]:
-        text = word(decoder, token)
+        text = words[token]
         whole = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": max(chance, LEAST), "bytes": whole}
 
@@ -40,17 +49,17 @@ def likely(decoder: Decoder, steps: Sequence[Step]) -> list[dict[str, Any]]:
     ]
 
 
-def trace(decoder: Decoder, step: Step) -> dict[str, Any]:
+def trace(words: Words, step: Step) -> dict[str, Any]:
     """A step with the source of every draft token."""
     draft = step.draft
     return {
         "text": step.text,
         "tokens": step.tokens,
-        "texts": [word(decoder, token) for token in step.tokens],
+        "texts": [words[token] for token in step.tokens],
         "sources": step.sources,
         "rows": step.rows,
         "draft": {
-            "texts": [word(decoder, token) for token in draft.tokens],
+            "texts": [words[token] for token in draft.tokens],
             "parents": draft.parents,
             "sources": draft.sources,
             "candidates": draft.candidates,

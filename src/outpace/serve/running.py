@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -17,6 +17,7 @@ import uvicorn
 from ..errors import InputError
 from ..files import reason
 from .application import build
+from .connection import Connection
 from .service import Service
 from .settings import Settings, Source
 
@@ -33,12 +34,13 @@ class Server(uvicorn.Server):
         app = build(source, settings)
         self.service: Service = app.state.service
         self._drain, self._until = drain, 0.0
+        connection = type("Connection", (Connection,), {"seconds": settings.arrival})
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
                 access_log=False,
-                http="h11",
+                http=connection,
                 h11_max_incomplete_event_size=UNREAD * settings.max_headers,
                 timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=PATIENCE,
@@ -52,13 +54,16 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._until = monotonic() + self._drain
-        log.info("stopping, once the requests under way are answered")
+        if self.service.state == "loading":
+            log.info("stopping before the model is loaded")
+        else:
+            log.info("stopping, once the requests under way are answered")
         self.service.drain()
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: stop once drained, or if the model could not be loaded."""
         if self._until and not self.should_exit and (self.service.open == 0 or monotonic() > self._until):
-            await asyncio.to_thread(self.service.abort)
+            await self.service.abort()
             self.should_exit = True
         if self.service.state == "failed":
             self.should_exit = True
@@ -110,3 +115,7 @@ def run(
     server.run(sockets=[place])
     if server.service.error is not None:
         raise server.service.error
+    if server.service.loads:  # Python would wait for what its thread is doing, or crash
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)

@@ -7,20 +7,25 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from functools import cached_property
+from threading import RLock, Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ..decoder import Decoder
 from ..draft import Step
-from ..errors import InputError, UnknownNameError
+from ..errors import InputError, OutpaceError, UnknownNameError
+from ..grammar import Constraint, Grammar
 from ..methods import METHODS
+from ..methods.base import Method
 from ..picking import Sampling
-from .faults import Fault, fault_of, not_ready
+from .faults import Fault, fault_of, not_ready, too_late
 from .fields import Asked
+from .grammars import Grammars
 from .metrics import Metrics
+from .pieces import Words
 from .settings import Settings, Source
-from .warming import Progress, warm
+from .warming import Progress, Stopped, warm
 from .worker import Job, Mailbox, Order, Worker
 
 log = logging.getLogger("outpace.serve")
@@ -41,7 +46,10 @@ class Service:
         self._worker: Worker | None = None
         self._metrics: Metrics | None = None
         self._threads = ThreadPoolExecutor(2, "outpace-reads")  # prompts are encoded here
+        self._grammars = Grammars()
+        self._methods: dict[str, Method | None] = {}  # that requests name; None: it cannot be used
         self._loading = Thread(target=self._load, name="outpace-loads", daemon=True)
+        self._turns = RLock()  # a signal's handler may come in the midst of either
         self._begun = False
         self.on_ready: Callable[[], None] = lambda: None
 
@@ -63,38 +71,53 @@ class Service:
                 )
             if not decoder.method.lossless:
                 raise InputError(f"{decoder.method.name} is lossy, and is not served. Use another method.")
+            self._methods[PLAIN] = plain = decoder.prepare(PLAIN)
             if self.settings.warm:
                 longest = min(decoder.model.context, self.settings.max_length or decoder.model.context)
-                methods = (decoder.method, decoder.prepare(PLAIN))
-                warm(decoder, methods, self.settings.max_texts, longest, Progress())
+                methods = (decoder.method, plain)
+                progress = Progress(lambda: bool(self._ending))
+                warm(decoder, methods, self.settings.max_texts, longest, progress)
             _share_out(decoder, self.settings)
-            self._decoder, self._metrics = decoder, Metrics(self.settings.name or decoder.model.name)
-            self._worker = Worker(decoder, self._metrics, self.settings.max_texts, self.settings.max_queue)
-            self._metrics.follow(self._worker)
-            self._worker.start()
-            self._state = "ready"
+            metrics = Metrics(self.settings.name or decoder.model.name)
+            worker = Worker(decoder, metrics, self.settings.max_texts, self.settings.max_queue)
+            metrics.follow(worker)
+            with self._turns:
+                if self._ending:
+                    return
+                self._decoder, self._metrics, self._worker = decoder, metrics, worker
+                worker.start()
+                self._state = "ready"
+        except Stopped:
+            return
         except BaseException as error:
             self.error, self._state = error, "failed"
             log.error("the model could not be loaded: %s", error)
         self.on_ready()
 
+    @property
+    def loads(self) -> bool:
+        """Whether the model is still being loaded, which nothing can stop but the end of the process."""
+        return self._loading.is_alive()
+
     async def close(self) -> None:
-        """Stop everything. Running sequences end with an error."""
-        self._ending = "stopped"
-        await asyncio.to_thread(self._loading.join)
-        await asyncio.to_thread(self.abort)
+        """Stop everything but a model's loading. Running sequences end with an error."""
+        with self._turns:
+            self._ending = "stopped"
+        await self.abort()
         self._threads.shutdown()
 
     def drain(self) -> None:
         """Reject new requests; open ones continue."""
-        self._ending = "draining"
+        with self._turns:
+            self._ending = "draining"
         if self._worker is not None:
             self._worker.drain()
 
-    def abort(self) -> None:
+    async def abort(self) -> None:
         """End all sequences with an error."""
+        await self._grammars.close()
         if self._worker is not None:
-            self._worker.stop()
+            await asyncio.to_thread(self._worker.stop)
 
     @property
     def state(self) -> str:
@@ -112,6 +135,11 @@ class Service:
         if self._decoder is None:
             raise not_ready(self.state)
         return self._decoder
+
+    @cached_property
+    def words(self) -> Words:
+        """Tokens as text."""
+        return Words(self.decoder.tokenizer)
 
     @property
     def name(self) -> str:
@@ -137,10 +165,19 @@ class Service:
         """Do slow work in another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def compiled(self, grammar: Grammar, param: str) -> Constraint:
+        """A grammar to copy for sequences. A Fault if it cannot be used."""
+        deadline = self.settings.deadline
+        try:
+            return await asyncio.wait_for(self._grammars.compiled(self.decoder, grammar, param), deadline)
+        except asyncio.TimeoutError as error:
+            raise too_late(deadline) from error
+
     def check_count(self, n: int, prompts: int = 1) -> None:
         """Raise a Fault if a request asks for too many choices."""
-        if n * prompts > self.settings.max_n:
-            message = f"a request may have at most {self.settings.max_n} choices, not {n * prompts}."
+        most = min(self.settings.max_n, self.settings.max_texts + self.settings.max_queue)
+        if n * prompts > most:
+            message = f"a request may have at most {most} choices, not {n * prompts}."
             raise Fault(message, param="n" if n > 1 else "prompt")
 
     def ask(self, orders: Sequence[Order]) -> Reply:
@@ -148,18 +185,30 @@ class Service:
         assert self._worker is not None
         return Reply(self._worker, orders, self.settings.deadline)
 
-    def method_of(self, asked: Asked) -> str | None:
-        """The method that a request names; None for the server's default."""
-        if not asked.speculative:
-            return PLAIN
-        if asked.method is None:
-            return None
-        if asked.method not in METHODS:
+    async def method_of(self, asked: Asked) -> Method:
+        """The method that a request names, or the server's default. A Fault if this model cannot use it."""
+        name, decoder = asked.method if asked.speculative else PLAIN, self.decoder
+        if name is None:
+            return decoder.method
+        if name not in METHODS:
             known = [name for name, method in METHODS.items() if method.lossless]
-            raise Fault(str(UnknownNameError("method", asked.method, known)), param="method")
-        if not METHODS[asked.method].lossless:
-            raise Fault(f"{asked.method} is lossy, and is not served. Use another method.", param="method")
-        return asked.method
+            raise Fault(str(UnknownNameError("method", name, known)), param="method")
+        if not METHODS[name].lossless:
+            raise Fault(f"{name} is lossy, and is not served. Use another method.", param="method")
+        if name not in self._methods:
+
+            def prepared() -> Method | None:
+                try:
+                    return decoder.prepare(name)
+                except OutpaceError as error:
+                    log.info("the method %s cannot be used: %s", name, error)  # clients cannot follow its remedy
+                    return None
+
+            self._methods.setdefault(name, await self.off_loop(prepared))
+        found = self._methods[name]
+        if found is None:
+            raise Fault(f"{name} cannot be used with this model. Use another method.", param="method")
+        return found
 
     def samplings_of(self, asked: Asked, count: int) -> list[Sampling]:
         """The sampling of each sequence of a request. As in OpenAI's API, the default temperature is 1."""

@@ -23,6 +23,7 @@ class Settings:
     api_keys: tuple[str, ...] = ()  # clients must send one of them; none: no key is needed
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")  # allowed Host headers; none: any
     deadline: float = 600.0  # seconds per request
+    arrival: float = 30.0  # seconds for the headers and the body of a request to arrive
     max_body: int = 4 * 2**20  # bytes
     max_headers: int = 2**14  # bytes
     max_n: int = 16  # choices of a request, over all its prompts
@@ -41,8 +42,9 @@ class Settings:
             raise InputError(f"max_length={self.max_length!r} must be 2 or more, a whole number.")
         if self.keep is not None and self.keep < 0:
             raise InputError(f"keep={self.keep!r} must be 0 or more.")
-        if not self.deadline > 0:
-            raise InputError(f"deadline={self.deadline!r} must be a number of seconds above 0.")
+        for name in ("deadline", "arrival"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name}={getattr(self, name)!r} must be a number of seconds above 0.")
         for key in self.api_keys:
             if not key or not key.isascii() or any(letter.isspace() for letter in key):
                 raise InputError("an API key must be non-empty ASCII text without spaces.")

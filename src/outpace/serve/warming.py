@@ -18,14 +18,20 @@ TOKENS = 2  # tokens to generate
 OFTEN = 5.0  # seconds between lines about progress
 
 
-class Progress:
-    """Logs the warm-up's progress."""
+class Stopped(Exception):
+    """The warm-up is of no use any more."""
 
-    def __init__(self) -> None:
-        self._last = monotonic()
+
+class Progress:
+    """Logs the warm-up's progress, and ends it if the server stops."""
+
+    def __init__(self, stops: Callable[[], bool]) -> None:
+        self._last, self._stops = monotonic(), stops
 
     def __call__(self, done: int, of: int) -> None:
         """`done` of `of` step sizes are prepared."""
+        if self._stops():
+            raise Stopped
         if done == of or monotonic() > self._last + OFTEN:
             self._last = monotonic()
             log.info("warm-up: %d of %d step sizes", done, of)

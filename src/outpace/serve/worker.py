@@ -37,7 +37,7 @@ class Order(NamedTuple):
     """A sequence to generate: a prompt, and the options of `Decoder.request`."""
 
     tokens: Sequence[int]
-    method: str | None
+    method: Method
     options: dict[str, Any]
 
 
@@ -101,7 +101,6 @@ class Worker:
         self._new: deque[Job] = deque()
         self._gone: deque[Job] = deque()  # cancelled
         self._state = "ready"
-        self._methods: dict[str, Method] = {}
         self._writing = Writing(most)
         self._jobs: dict[int, Job] = {}  # by number in the batch
         self._open = 0  # sequences that were submitted and have not ended
@@ -206,7 +205,7 @@ class Worker:
     def _begin(self, job: Job) -> list[tuple[Job, Step | Exception]]:
         """Add a sequence to the batch; returns the error if it is rejected."""
         try:
-            method = self._prepared(job.order.method)
+            method = job.order.method
             request, job.stream = self.decoder.request(job.order.tokens, method=method, **job.order.options)
         except Exception as error:
             return [(job, error)]
@@ -214,13 +213,6 @@ class Worker:
         job.number = self._writing.add(request)
         self._jobs[job.number] = job
         return []
-
-    def _prepared(self, name: str | None) -> Method:
-        if name is None:
-            return self.decoder.method
-        if name not in self._methods:
-            self._methods[name] = self.decoder.prepare(name)
-        return self._methods[name]
 
     def _hand_out(self, found: Sequence[tuple[Job, Step | Exception]]) -> None:
         """Take in new steps, and hand those that are due to their mailboxes, in one call of the event loop."""
