@@ -26,9 +26,11 @@ import outpace.serve
 from outpace import InputError, PromptLookup, Sampling
 from outpace.runtime.graphs import GraphEngine
 from outpace.serve import streams, worker
+from outpace.serve.chat import begun
+from outpace.serve.faults import Fault
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
-from outpace.serve.tools import BareCalls, Calls, Found
+from outpace.serve.tools import BareCalls, Calls, Found, forced
 from outpace.serve.warming import SAMPLINGS, warm
 
 from .ranks import own_port
@@ -224,6 +226,23 @@ class TestChat:
         ]
         assert deltas[0]["function"]["name"] == "tell"
         assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"]
+
+    @pytest.mark.parametrize(
+        ("parameters", "words"),
+        [
+            ({"type": "objekt"}, "Invalid type: objekt"),
+            ({"$ref": "#/$defs/Missing"}, "'/$defs/Missing' does not exist"),
+            ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "Use anyOf"),
+        ],
+    )
+    def test_the_tool_whose_parameters_cannot_be_used_is_named(
+        self, server: Running, parameters: dict[str, Any], words: str
+    ) -> None:
+        wrong = {"type": "function", "function": {"name": "wrong", "parameters": parameters}}
+        error = server.chat(tools=[TOOL, wrong], tool_choice="required").json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "invalid_schema")
+        assert error["message"].startswith("the parameters of the tool 'wrong' cannot be used: ")
+        assert words in error["message"]
 
     def test_a_prediction_is_counted(self, server: Running) -> None:
         said = [bytewise().decode([token]) for token in range(257)]
@@ -1013,6 +1032,70 @@ def test_no_store_is_shared_by_several_keys() -> None:
         wait_until(lambda: found.service.state != "loading")
         assert isinstance(found.service.error, InputError)
         assert "store=0" in str(found.service.error)
+
+
+NODE = {
+    "type": "object",
+    "properties": {"value": {"type": "integer"}, "next": {"$ref": "#/$defs/Node"}},
+    "required": ["value"],
+    "additionalProperties": False,
+}
+WORD = {"type": "object", "properties": {"next": {"type": "string"}}, "required": ["next"]}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits", "differs"),
+    [
+        ({"$defs": {"Node": NODE}, "$ref": "#/$defs/Node"}, {"value": 1, "next": {"value": 2}}, {"value": "a"}),
+        ({**NODE, "$defs": {"Node": NODE}}, {"value": 1, "next": {"value": 2}}, {"next": 1}),
+        (
+            {**NODE, "$defs": {"Node": {"$ref": "#"}}},
+            {"value": 1, "next": {"value": 2}},
+            {"value": 1, "next": {"name": 1}},
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "definitions": {"A": WORD},
+                "$ref": "#/definitions/A",
+            },
+            {"next": "x"},
+            {"next": 1},
+        ),
+        ({"$id": "http://here/", "$defs": {"Node": WORD}, "$ref": "#/$defs/Node"}, {"next": "x"}, {"next": 1}),
+    ],
+)
+@pytest.mark.parametrize("style", ["hermes", "llama", "mistral"])
+def test_references_start_at_a_tools_own_parameters(parameters: Any, fits: Any, differs: Any, style: str) -> None:
+    """Also where another tool has a definition of the same name."""
+    others = (
+        {"$id": "http://here/", "$defs": {"Node": {"type": "null"}}, "$ref": "#/$defs/Node"},
+        NODE | {"$defs": {"Node": WORD}},
+    )
+    tools = [
+        {"function": {"name": name, "parameters": schema}}
+        for name, schema in zip("abc", (others[0], parameters, others[1]), strict=True)
+    ]
+    words, key = new_decoder().words, "parameters" if style == "llama" else "arguments"
+
+    def accepts(tools: Any, arguments: Any) -> bool:
+        matcher = forced(tools, style).compiled(words)
+        call = json.dumps({"name": "b", key: arguments})
+        text = {"hermes": f"<tool_call>\n{call}\n</tool_call>", "llama": call, "mistral": f"[{call}]"}[style]
+        return matcher.consume_tokens(bytewise().encode(text)) and matcher.is_accepting()
+
+    for given in (tools, tools[1:2]):
+        assert accepts(given, fits)
+        assert not accepts(given, differs)
+
+
+def test_tools_that_are_too_large_together() -> None:
+    parameters = {"type": "object", "description": "x" * 40_000}
+    tools = [{"function": {"name": name, "parameters": parameters}} for name in "ab"]
+    with pytest.raises(Fault, match=r"of the tools together cannot be used: .* at most 65536") as caught:
+        begun(new_decoder(), forced(tools), 0, tools)
+    assert caught.value.param == "tools"
 
 
 ANSWERS = [

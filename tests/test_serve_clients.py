@@ -29,6 +29,20 @@ class Person(BaseModel):
     age: int = Field(le=99, ge=0)
 
 
+class Couple(BaseModel):
+    """Two who belong together."""
+
+    one: Person
+    other: Person
+
+
+class Chain(BaseModel):
+    """Who follows whom."""
+
+    person: Person
+    then: list[Chain] = Field(max_length=0)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with running(new_decoder(), max_texts=8, max_queue=64, api_keys=(KEY,)) as found:
@@ -76,6 +90,14 @@ class TestOpenAI:
             final = stream.get_final_completion()
         (again,) = final.choices[0].message.tool_calls
         assert (again.function.name, again.function.arguments) == ("tell", call.function.arguments)
+
+    def test_a_tool_made_of_nested_models(self, client: Any) -> None:
+        tools = [openai.pydantic_function_tool(Couple), openai.pydantic_function_tool(Chain)]
+        for kind in (Couple, Chain):
+            choice = {"type": "function", "function": {"name": kind.__name__}}
+            fields = hello(tools=tools, tool_choice=choice, max_tokens=300)
+            (call,) = client.chat.completions.parse(**fields).choices[0].message.tool_calls
+            assert isinstance(call.function.parsed_arguments, kind)
 
     def test_a_parsed_answer(self, client: Any) -> None:
         answer = client.chat.completions.parse(**hello(max_tokens=90), response_format=Person)

@@ -7,9 +7,10 @@ from copy import deepcopy
 from time import time
 from typing import Any
 
+from ..decoder import Decoder
 from ..draft import Step
 from ..errors import OutpaceError
-from ..grammar import Grammar
+from ..grammar import Constraint, Grammar
 from .faults import Fault
 from .fields import ChatRequest, ResponseFormat, Tool, ToolChoice
 from .pieces import figures, likely, new_id, trace
@@ -46,7 +47,7 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
         }
         found = []
         for sampling in samplings:
-            constraint = None if grammar is None else begun(decoder, grammar, len(tokens), asked)
+            constraint = None if grammar is None else begun(decoder, grammar, len(tokens), must)
             found.append(Order(tokens, method, {**common, "sampling": sampling, "grammar": constraint}))
         return found
 
@@ -63,13 +64,32 @@ def callable_tools(asked: ChatRequest) -> list[str]:
     return [] if asked.tool_choice == "none" else [tool.function.name for tool in asked.tools or ()]
 
 
-def begun(decoder: Any, grammar: Grammar, length: int, asked: Any) -> Any:
-    """A grammar for one sequence; a Fault if it cannot be used."""
+def begun(decoder: Decoder, grammar: Grammar, length: int, must: Sequence[dict[str, Any]] | None) -> Constraint:
+    """A grammar for one sequence; a Fault if it cannot be used. must: the tools of which it forces a call."""
     try:
         return decoder.constraint(grammar, length)
     except OutpaceError as error:
-        param = "tools" if grammar.kind == "lark" else "response_format"
-        raise Fault(str(error), param=param, code="invalid_schema") from error
+        param, message = "response_format", str(error)
+        if must is not None:
+            each = ((tool["function"]["name"], _unusable(decoder, forced([tool]))) for tool in must)
+            name, reason = next((found for found in each if found[1]), ("", _reason(error)))
+            whose = f"the tool {name!r}" if name else "the tools together"
+            param, message = "tools", f"the parameters of {whose} cannot be used: {reason}"
+        raise Fault(message, param=param, code="invalid_schema") from error
+
+
+def _unusable(decoder: Decoder, grammar: Grammar) -> str:
+    """Why a grammar cannot be used, or an empty string."""
+    try:
+        decoder.constraint(grammar, 0)
+    except OutpaceError as error:
+        return _reason(error)
+    return ""
+
+
+def _reason(error: OutpaceError) -> str:
+    """What is wrong with a schema within a grammar of ours."""
+    return str(error).removeprefix("the lark cannot be used: ").rpartition("failed to compile JSON schema: ")[2]
 
 
 def grammar_of(asked: ResponseFormat | None) -> Grammar | None:

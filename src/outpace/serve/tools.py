@@ -45,19 +45,23 @@ def forced(tools: Sequence[dict[str, Any]], style: str = "hermes") -> Grammar:
     calls = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                key: tool["function"].get("parameters") or {"type": "object"},
-            },
+            "properties": {"name": {"const": tool["function"]["name"]}, key: _apart(tool, number)},
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     written = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     start = {"llama": "call", "mistral": '"[" call "]"'}.get(style, f'"{BEGIN}\\n" call "\\n{END}"')
     return Grammar.lark(f"start: {start}\ncall: %json {json.dumps({**schema, 'x-guidance': written})}\n")
+
+
+def _apart(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    """A tool's parameters as a schema with an id of its own: its references ("#/$defs/A", "#") start there."""
+    schema = tool["function"].get("parameters") or {"type": "object"}
+    # Before draft 2019-09, an id beside a $ref has no effect.
+    return {**{key: value for key, value in schema.items() if key != "$schema"}, "$id": f"tool:{number}"}
 
 
 def finder(style: str, tools: Sequence[str]) -> Calls | BareCalls:
