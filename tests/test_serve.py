@@ -28,6 +28,7 @@ from outpace.runtime.graphs import GraphEngine
 from outpace.serve import streams, worker
 from outpace.serve.chat import begun
 from outpace.serve.faults import Fault
+from outpace.serve.fields import ChatRequest, CompletionRequest, ResponsesRequest
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
 from outpace.serve.tools import BareCalls, Calls, Found, forced
@@ -426,6 +427,8 @@ class TestOthers:
         ({"add_generation_prompt": False}, 400, "add_generation_prompt", "not supported"),
         ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs", "not permitted"),
         ({"messages": [{"role": "user"}]}, 400, "messages", "no content"),
+        ({"messages": [{"role": "user", "tool_calls": []}]}, 400, "messages", "no content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, 400, "messages", "no content"),
         ({"audio": {}}, 400, "audio", "not supported"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages", "Shorten"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "only text"),
@@ -490,6 +493,60 @@ def test_fields_without_effect_are_taken(server: Running) -> None:
     assert server.text(**idle, add_generation_prompt=True, store=False, metadata={}) == server.text()
     body = {"prompt": "x", "max_tokens": 4, "temperature": 0, "response_format": {"type": "text"}, "tools": []}
     assert server.http.post("/v1/completions", json=body).status_code == 200
+
+
+NOTHING = [
+    ("chat/completions", ChatRequest, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+    ("completions", CompletionRequest, {"prompt": "x", "max_tokens": 2}),
+    ("responses", ResponsesRequest, {"input": "x", "max_output_tokens": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), NOTHING)
+def test_null_is_as_if_left_out(server: Running, path: str, kind: Any, body: dict[str, Any]) -> None:
+    nothing = {name: None for name in kind.model_fields if name not in body}
+    answer = server.http.post(f"/v1/{path}", json={**nothing, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_null_within_other_fields_is_too(server: Running) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None, "strict": None}}
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": None}}
+    messages = [
+        {"role": "user", "content": "x", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": None},
+    ]
+    fields = {"stream": True, "stream_options": {"include_usage": None}, "tools": [tool], "messages": messages}
+    assert all("usage" not in chunk for chunk in events(server.chat(**fields)))
+
+
+@pytest.mark.parametrize("user", [5, None, {"a": [1]}, "x" * 5000])
+def test_whoever_the_user_is(server: Running, user: Any) -> None:
+    assert server.chat(user=user).status_code == 200
+
+
+def test_whole_numbers_may_have_a_point(server: Running) -> None:
+    assert server.text(max_tokens=8.0, seed=3.0, n=1.0, top_k=40.0) == server.text(max_tokens=8)
+    for wrong in (8.5, "8", True, 1e300):
+        assert server.chat(max_tokens=wrong).json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": "yes", "refusal": None, "tool_calls": []}, "yes"),
+    ],
+)
+def test_earlier_answers_are_as_openai_gives_them(server: Running, said: dict[str, Any], shown: str) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", **said}, {"role": "user", "content": "y"}]
+    tokens = server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == f"[user: x][assistant: {shown}][user: y]"
 
 
 def test_what_is_nested_too_deeply_is_refused(server: Running) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .faults import Fault
@@ -20,6 +20,13 @@ Tokens = Annotated[list[Token], Field(min_length=1, max_length=2**20)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Schema = dict[str, Any]
 
+
+def _whole(value: Any) -> Any:
+    """Some clients write 8 as 8.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 
 # Fields that are not supported, of OpenAI's and vLLM's, and their values that have no effect.
 NO_SUCH: dict[str, tuple[Any, ...]] = {
@@ -64,12 +71,19 @@ class Fields(BaseModel):
             pass  # not from JSON; the fields' own checks report it
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_given(cls, data: Any) -> Any:
+        """A field that is null is as if it was left out: in OpenAI's clients most are optional."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
 
 class Part(Fields):
     """A part of a message."""
 
     type: Name
     text: Text | None = None
+    refusal: Text | None = None
 
 
 class Called(Fields):
@@ -95,10 +109,13 @@ class Message(Fields):
     name: Name | None = None
     tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
+    refusal: Text | None = None  # of the model, instead of content
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None:
+            self.content = self.refusal
+        if self.content is None and (self.role != "assistant" or self.tool_calls is None):
             raise Fault(f"a message of the {self.role} has no content.", param="messages")
         return self
 
@@ -175,14 +192,13 @@ class Asked(Fields):
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    user: Name | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     method: Name | None = None
     speculative: bool = True
     trace: bool = False
@@ -199,9 +215,9 @@ class Asked(Fields):
 class Sampled(Asked):
     """Fields of chats and completions."""
 
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -219,9 +235,9 @@ class ChatRequest(Sampled):
     }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -241,7 +257,7 @@ class CompletionRequest(Sampled):
     }
 
     prompt: Text | Tokens | Annotated[list[Text] | list[Tokens], Field(min_length=1, max_length=128)]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 
 
 class TokenizeRequest(Fields):
@@ -326,7 +342,7 @@ class ResponsesRequest(Asked):
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_output_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     text: TextSettings | None = None
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
