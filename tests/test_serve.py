@@ -29,6 +29,7 @@ from outpace.serve import streams, worker
 from outpace.serve.chat import begun
 from outpace.serve.faults import Fault
 from outpace.serve.fields import ChatRequest, CompletionRequest, ResponsesRequest
+from outpace.serve.responses import as_chat
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
 from outpace.serve.tools import BareCalls, Calls, Found, forced
@@ -1224,6 +1225,43 @@ def test_calls_without_marks_are_found(answer: str, text: str, expected: Any, si
             found[piece.call][1] += piece.arguments
     assert said == text
     assert [tuple(call) for call in found] == ([("f", '{"a": 1}'), ("g", "{}")] if expected is None else expected)
+
+
+CALL, OUTPUT = {"type": "function_call", "name": "f"}, {"type": "function_call_output", "output": "3"}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("items", "turns"),
+    [
+        ([SAID, CALL | {"call_id": "1"}, CALL | {"call_id": "2"}], [("assistant", "a", ["1", "2"])]),
+        ([CALL | {"call_id": "1"}, SAID, CALL | {"call_id": "2"}], [("assistant", "a", ["1", "2"])]),
+        (
+            [CALL | {"call_id": "1"}, OUTPUT, CALL | {"call_id": "2"}, OUTPUT],
+            [("assistant", None, ["1"]), ("tool", "3", []), ("assistant", None, ["2"]), ("tool", "3", [])],
+        ),
+        ([SAID, SAID, {"content": "b"}], [("assistant", "a", []), ("assistant", "a", []), ("user", "b", [])]),
+        ([{"content": "b"}, CALL | {"call_id": "1"}], [("user", "b", []), ("assistant", None, ["1"])]),
+    ],
+)
+def test_a_turn_of_responses_is_one_message(items: list[Any], turns: list[Any]) -> None:
+    found = as_chat(ResponsesRequest(input=items)).messages
+    told = [(one.role, one.content, [call.id for call in one.tool_calls or ()]) for one in found]
+    assert told == turns
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"type": "function_call", "call_id": "1"}, "a function_call has no name"),
+        ({"role": "user"}, "a message of the user has no content"),
+        ({"type": "message", "role": "assistant", "content": None}, "a message of the assistant has no content"),
+    ],
+)
+def test_items_of_responses_that_say_nothing_are_refused(server: Running, item: dict[str, Any], words: str) -> None:
+    answer = server.http.post("/v1/responses", json={"input": [item]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+    assert words in answer.json()["error"]["message"]
 
 
 LLAMA = "{# <|python_tag|> #}{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -40,7 +40,8 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
 def _as_chat(asked: ResponsesRequest) -> ChatRequest:
     items = [InputItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
     messages = [Message(role="developer", content=asked.instructions)] if asked.instructions else []
-    messages += [_message(item) for item in items]
+    for item in items:
+        _add(messages, item)
     choice = asked.tool_choice
     named = None if choice is None or isinstance(choice, str) else choice.name
     common = set(ResponsesRequest.model_fields) & set(ChatRequest.model_fields) - {"tools", "tool_choice", "stream"}
@@ -64,13 +65,25 @@ def _as_chat(asked: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _message(item: InputItem) -> Message:
-    if item.type == "function_call":
-        call = Call(id=item.call_id or "", function=Called(name=item.name or "", arguments=item.arguments or ""))
-        return Message(role="assistant", tool_calls=[call])
+def _add(messages: list[Message], item: InputItem) -> None:
+    """The next message, or more of the last: a turn of the model is one, with its text and all its calls."""
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if item.type == "function_call_output":
-        return Message(role="tool", content=text_of(item.output, "input"), tool_call_id=item.call_id)
-    return Message(role=item.role or "user", content=text_of(item.content, "input"))
+        messages.append(Message(role="tool", content=text_of(item.output, "input"), tool_call_id=item.call_id))
+    elif item.type == "function_call":
+        if not item.name:
+            raise Fault("a function_call has no name.", param="input")
+        call = Call(id=item.call_id or "", function=Called(name=item.name, arguments=item.arguments or ""))
+        before = messages.pop() if last else Message(role="assistant", tool_calls=[])
+        messages.append(
+            Message(role="assistant", content=before.content, tool_calls=[*(before.tool_calls or ()), call])
+        )
+    else:
+        role = item.role or "user"
+        if item.content is None:
+            raise Fault(f"a message of the {role} has no content.", param="input")
+        calls = messages.pop().tool_calls if last and last.content is None and role == "assistant" else None
+        messages.append(Message(role=role, content=text_of(item.content, "input"), tool_calls=calls))
 
 
 def _format(asked: ResponsesRequest) -> ResponseFormat | None:
