@@ -9,7 +9,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,6 +21,8 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
 
 import outpace.serve
 from outpace import InputError, PromptLookup, Sampling
@@ -32,7 +34,7 @@ from outpace.serve.fields import ChatRequest, CompletionRequest, ResponsesReques
 from outpace.serve.responses import as_chat
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
-from outpace.serve.tools import BareCalls, Calls, Found, forced
+from outpace.serve.tools import Calls, Found, forced
 from outpace.serve.warming import SAMPLINGS, warm
 
 from .ranks import own_port
@@ -1143,9 +1145,9 @@ def test_references_start_at_a_tools_own_parameters(parameters: Any, fits: Any, 
         text = {"hermes": f"<tool_call>\n{call}\n</tool_call>", "llama": call, "mistral": f"[{call}]"}[style]
         return matcher.consume_tokens(bytewise().encode(text)) and matcher.is_accepting()
 
-    for given in (tools, tools[1:2]):
-        assert accepts(given, fits)
-        assert not accepts(given, differs)
+    for some in (tools, tools[1:2]):
+        assert accepts(some, fits)
+        assert not accepts(some, differs)
 
 
 def test_tools_that_are_too_large_together() -> None:
@@ -1156,75 +1158,135 @@ def test_tools_that_are_too_large_together() -> None:
     assert caught.value.param == "tools"
 
 
+def parsed(answer: str, sizes: Iterable[int] = (), bare: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of f and g in an answer that comes in pieces of these sizes."""
+    calls, pieces, text, found = Calls(["f", "g"], bare), list[Found](), "", list[list[str]]()
+    for size in [*sizes, len(answer)]:
+        pieces += calls.push(answer[:size])
+        answer = answer[size:]
+    for piece in [*pieces, *calls.finish()]:
+        if piece.call is None:
+            text += piece.text
+        elif piece.name is not None:
+            assert piece.call == len(found)
+            found.append([piece.name, piece.arguments])
+        else:
+            found[piece.call][1] += piece.arguments
+    return text, [(name, arguments) for name, arguments in found]
+
+
 ANSWERS = [
-    'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": 2}]}}\n</tool_call> and <tool_call>'
-    '{"arguments": {"x": 1}, "name": "g"}</tool_call>',
-    "<tool_call>nothing</tool_call> <tool",
-    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-    '<tool_call>{"name": "f", "arguments": {"a": 1',
+    (
+        'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": 2}]}}\n</tool_call> and <tool_call>'
+        '{"arguments": {"x": 1}, "name": "g"}</tool_call>',
+        "Hi  and ",
+        [("f", '{"a": "}\\"", "b": [1, {"c": 2}]}'), ("g", '{"x": 1}')],
+    ),
+    ("<tool_call>nothing</tool_call> <tool", "<tool_call>nothing</tool_call> <tool", []),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> so', " so", [("f", '{"a": 1')]),
+    ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"arguments": null, "name": "f"}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}</tool_call>', "", [("f", '{"a": 1}')]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\\\"}}</tool_call>!',
+        "!",
+        [("f", '{"a": "</tool_call>\\\\"}')],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": 1}}</tool_call>',
+        "",
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    (
+        '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]</tool_call> ok',
+        " ok",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {}}</tool_c', "", [("f", "{}")]),
+    (
+        '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+        [],
+    ),
+    ('<tool_call>{"name": ["f"], "arguments": {}}', '<tool_call>{"name": ["f"], "arguments": {}}', []),
+    ('<tool_call>{"name": "f"}, {"name": "h"}</tool_call>', '{"name": "h"}</tool_call>', [("f", "{}")]),
+    ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
+    ('<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {"a": <</tool_call>.', ".", [("f", '{"a": <')]),
+    ("<tool_call>" + '{"name": "f", "arguments": {"a": ' + "[" * 3000, "", [("f", '{"a": ' + "[" * 3000)]),
 ]
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize(("answer", "text", "calls"), ANSWERS)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_calls_are_found_however_the_text_is_cut(answer: str, size: int) -> None:
-    def read(size: int) -> tuple[str, list[tuple[str, str]]]:
-        calls, text, found = Calls(), "", list[list[str]]()
-        pieces: list[Found] = []
-        for start in range(0, len(answer), size):
-            pieces += calls.push(answer[start : start + size])
-        for piece in [*pieces, *calls.finish()]:
-            if piece.call is None:
-                text += piece.text
-            elif piece.name is not None:
-                assert piece.call == len(found)
-                found.append([piece.name, piece.arguments])
-            else:
-                found[piece.call][1] += piece.arguments
-        return text, [(name, arguments) for name, arguments in found]
-
-    assert read(size) == read(len(answer))
-    text, found = read(size)
-    if answer is ANSWERS[0]:
-        assert text == "Hi  and "
-        assert found == [("f", '{"a": "}\\"", "b": [1, {"c": 2}]}'), ("g", '{"x": 1}')]
-    if answer is ANSWERS[1]:
-        assert (text, found) == (answer, [])
-    if answer is ANSWERS[2]:
-        assert found == [("f", '{"a": 1}')]
-    if answer is ANSWERS[3]:
-        assert found == [("f", '{"a": 1')]
+def test_calls_are_found_however_the_text_is_cut(answer: str, text: str, calls: Any, size: int) -> None:
+    assert parsed(answer, [size] * len(answer)) == (text, calls)
 
 
 BARE = [
     ('{"name": "f", "parameters": {"a": [1, {"b": "}"}]}}', "", [("f", '{"a": [1, {"b": "}"}]}')]),
-    (' [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "", None),
-    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", None),
+    (
+        ' [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; <|python_tag|>{"name": "g", "parameters": null}',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
     ('{"name": "Ann", "age": 3} is JSON', '{"name": "Ann", "age": 3} is JSON', []),
     ("[1, 2] is a list", "[1, 2] is a list", []),
     ('I call {"name": "f"}', 'I call {"name": "f"}', []),
+    ('{"name": "f"} It is called.', "It is called.", [("f", "{}")]),
+    ('{"name": "f", "parameters": {"a": "</tool_call>', "", [("f", '{"a": "</tool_call>')]),
     ('{"name": "f", "parameters": {"a": 1', "", [("f", '{"a": 1')]),
     ("<|pyt", "<|pyt", []),
 ]
 
 
-@pytest.mark.parametrize(("answer", "text", "expected"), BARE)
+@pytest.mark.parametrize(("answer", "text", "calls"), BARE)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_without_marks_are_found(answer: str, text: str, expected: Any, size: int) -> None:
+def test_calls_without_marks_are_found(answer: str, text: str, calls: Any, size: int) -> None:
     """As with Llama's and Mistral's templates."""
-    calls, said, found = BareCalls(["f", "g"]), "", list[list[str]]()
-    pieces: list[Found] = []
-    for start in range(0, len(answer), size):
-        pieces += calls.push(answer[start : start + size])
-    for piece in [*pieces, *calls.finish()]:
-        if piece.call is None:
-            said += piece.text
-        elif piece.name is not None:
-            found.append([piece.name, piece.arguments])
-        else:
-            found[piece.call][1] += piece.arguments
-    assert said == text
-    assert [tuple(call) for call in found] == ([("f", '{"a": 1}'), ("g", "{}")] if expected is None else expected)
+    assert parsed(answer, [size] * len(answer), bare=True) == (text, calls)
+
+
+WORDS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "so", *'}[],"\\<\n']
+OBJECTS = ['{"name": "f", "arguments": {', '"a": 1', '{"name": "f"}', '{"name": "h"}', '{"arguments": {}, "name": "g"}']
+PIECES = st.sampled_from([*WORDS, *OBJECTS])
+
+
+@given(st.lists(PIECES, max_size=12).map("".join), st.lists(st.integers(1, 9)), st.booleans())
+def test_no_cut_changes_what_is_found(answer: str, sizes: list[int], bare: bool) -> None:
+    assert parsed(answer, sizes, bare) == parsed(answer, [], bare)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.just("</tool_call>"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("fg"), st.dictionaries(st.text(), VALUES, max_size=3)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 9)),
+    st.booleans(),
+)
+def test_calls_are_found_as_they_were_written(calls: list[Any], sizes: list[int], bare: bool) -> None:
+    written = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    expected = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    if bare:
+        assert parsed(f"[{', '.join(written)}]", sizes, bare) == ("", expected)
+    else:
+        assert parsed("".join(f"<tool_call>{one}</tool_call>" for one in written), sizes) == ("", expected)
+        assert parsed("<tool_call>\n" + "\n".join(written) + "</tool_call>", sizes) == ("", expected)
 
 
 CALL, OUTPUT = {"type": "function_call", "name": "f"}, {"type": "function_call_output", "output": "3"}
