@@ -326,7 +326,6 @@ class ResponsesRequest(Asked):
         "background": (None, False),
         "prompt": (None,),
         "truncation": (None, "disabled"),
-        "reasoning": (None, {}),
         "include": (None, []),
         "max_tool_calls": (None,),
         "max_tokens": (None,),
