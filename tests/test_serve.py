@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 import outpace.serve
 from outpace import InputError, PromptLookup, Sampling
 from outpace.runtime.graphs import GraphEngine
+from outpace.serve import fields as request_fields
 from outpace.serve import streams, worker
 from outpace.serve.chat import begun
 from outpace.serve.faults import Fault
-from outpace.serve.fields import ChatRequest, CompletionRequest, ResponsesRequest
+from outpace.serve.fields import NO_SUCH, ChatRequest, CompletionRequest, Fields, ResponsesRequest
 from outpace.serve.responses import as_chat
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
@@ -1007,6 +1008,27 @@ def test_the_table_of_faults_names_its_tests() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
     assert len(named) == sum(row.startswith("|") for row in rows) - 2  # one in each row but the head and the line
     assert [name for name in named if f"def {name}(" not in here] == []
+
+
+def test_the_page_has_every_field() -> None:
+    """docs/serving.md lists what each endpoint takes and rejects."""
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = page.split("## Fields")[1].split("\n## ")[0]
+    taken, _, rejected = section.partition("Rejected with 400")
+
+    def names(text: str) -> set[str]:
+        return {name for code in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\w+", code)}
+
+    kinds = [kind for kind in vars(request_fields).values() if isinstance(kind, type) and issubclass(kind, Fields)]
+    known = {info.alias or name for kind in kinds for name, info in kind.model_fields.items()}
+    assert known - names(taken) == set()
+    lists = {where: names(listed) for where, listed in re.findall(r"- \*(\w+)\*: ([^.]+)\.", rejected)}
+    assert lists == {
+        "Everywhere": {*NO_SUCH},
+        "Chats": {*ChatRequest.refused},
+        "Completions": {*CompletionRequest.refused},
+        "Responses": {*ResponsesRequest.refused},
+    }
 
 
 def test_what_is_not_done_when_the_drain_ends_is_told() -> None:
