@@ -13,6 +13,7 @@ from outpace import (
     Decoder,
     Grammar,
     InputError,
+    InvalidLogits,
     Jacobi,
     Lookahead,
     Method,
@@ -123,6 +124,7 @@ def test_where_programs_write_the_host_takes_part() -> None:
     ("options", "words"),
     [
         ({"grammar": Grammar("json_schema", '{"type": "objekt"}')}, "json schema cannot be used"),
+        ({"grammar": Grammar.json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]})}, "Use anyOf instead"),
         ({"grammar": Grammar.regex("(")}, "regex cannot be used"),
         ({"grammar": Grammar.lark("start: ?")}, "lark cannot be used"),
         ({"grammar": Grammar.regex("a" * 70_000)}, "at most 65536"),
@@ -145,6 +147,26 @@ def test_a_schema_must_be_an_object() -> None:
         Grammar.json_schema("{")
     with pytest.raises(InputError, match="must be an object"):
         Grammar.json_schema("[]")
+
+
+def test_alternatives_that_exclude_each_other_may_be_oneof() -> None:
+    kinds = [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "ab"]
+    for kind in kinds:
+        kind["additionalProperties"] = False
+    grammar = Grammar.json_schema({"oneOf": [*kinds, {"type": "null"}]})
+    text = decoder().generate("x", grammar=grammar, max_new_tokens=60, method="autoregressive").text
+    assert text in ('{"kind": "a"}', '{"kind": "b"}', "null")
+
+
+def test_a_schema_that_is_found_too_large_within_the_text_is_named_so() -> None:
+    lists = [{"type": "array", "items": {"type": "string", "minLength": size}, "minItems": 1} for size in range(700)]
+    with pytest.raises(InvalidLogits, match="schema is too large") as caught:
+        decoder().generate(
+            "x", grammar=Grammar.json_schema({"anyOf": lists}), max_new_tokens=9, method="autoregressive"
+        )
+    assert "no longer matches" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert decoder().engine.pool.held == 0
 
 
 def test_drafts_that_must_stay_as_they_are() -> None:

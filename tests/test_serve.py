@@ -9,7 +9,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,14 +21,19 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
 
 import outpace.serve
 from outpace import InputError, PromptLookup, Sampling
 from outpace.runtime.graphs import GraphEngine
+from outpace.serve import fields as request_fields
 from outpace.serve import streams, worker
+from outpace.serve.fields import NO_SUCH, ChatRequest, CompletionRequest, Fields, ResponsesRequest
+from outpace.serve.responses import as_chat
 from outpace.serve.running import is_loopback, listen, read_keys
 from outpace.serve.settings import Settings
-from outpace.serve.tools import BareCalls, Calls, Found
+from outpace.serve.tools import Calls, Found, forced
 from outpace.serve.warming import SAMPLINGS, warm
 
 from .ranks import own_port
@@ -225,6 +230,23 @@ class TestChat:
         assert deltas[0]["function"]["name"] == "tell"
         assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"]
 
+    @pytest.mark.parametrize(
+        ("parameters", "words"),
+        [
+            ({"type": "objekt"}, "Invalid type: objekt"),
+            ({"$ref": "#/$defs/Missing"}, "'/$defs/Missing' does not exist"),
+            ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "Use anyOf"),
+        ],
+    )
+    def test_the_tool_whose_parameters_cannot_be_used_is_named(
+        self, server: Running, parameters: dict[str, Any], words: str
+    ) -> None:
+        wrong = {"type": "function", "function": {"name": "wrong", "parameters": parameters}}
+        error = server.chat(tools=[TOOL, wrong], tool_choice="required").json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "invalid_schema")
+        assert error["message"].startswith("the parameters of the tool 'wrong' cannot be used: ")
+        assert words in error["message"]
+
     def test_a_prediction_is_counted(self, server: Running) -> None:
         said = [bytewise().decode([token]) for token in range(257)]
         bias = {str(token): -100 for token, text in enumerate(said) if not (text.isascii() and text.isalpha())}
@@ -409,6 +431,8 @@ class TestOthers:
         ({"add_generation_prompt": False}, 400, "add_generation_prompt", "not supported"),
         ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs", "not permitted"),
         ({"messages": [{"role": "user"}]}, 400, "messages", "no content"),
+        ({"messages": [{"role": "user", "tool_calls": []}]}, 400, "messages", "no content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, 400, "messages", "no content"),
         ({"audio": {}}, 400, "audio", "not supported"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages", "Shorten"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "only text"),
@@ -473,6 +497,60 @@ def test_fields_without_effect_are_taken(server: Running) -> None:
     assert server.text(**idle, add_generation_prompt=True, store=False, metadata={}) == server.text()
     body = {"prompt": "x", "max_tokens": 4, "temperature": 0, "response_format": {"type": "text"}, "tools": []}
     assert server.http.post("/v1/completions", json=body).status_code == 200
+
+
+NOTHING = [
+    ("chat/completions", ChatRequest, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+    ("completions", CompletionRequest, {"prompt": "x", "max_tokens": 2}),
+    ("responses", ResponsesRequest, {"input": "x", "max_output_tokens": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), NOTHING)
+def test_null_is_as_if_left_out(server: Running, path: str, kind: Any, body: dict[str, Any]) -> None:
+    nothing = {name: None for name in kind.model_fields if name not in body}
+    answer = server.http.post(f"/v1/{path}", json={**nothing, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_null_within_other_fields_is_too(server: Running) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None, "strict": None}}
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": None}}
+    messages = [
+        {"role": "user", "content": "x", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": None},
+    ]
+    fields = {"stream": True, "stream_options": {"include_usage": None}, "tools": [tool], "messages": messages}
+    assert all("usage" not in chunk for chunk in events(server.chat(**fields)))
+
+
+@pytest.mark.parametrize("user", [5, None, {"a": [1]}, "x" * 5000])
+def test_whoever_the_user_is(server: Running, user: Any) -> None:
+    assert server.chat(user=user).status_code == 200
+
+
+def test_whole_numbers_may_have_a_point(server: Running) -> None:
+    assert server.text(max_tokens=8.0, seed=3.0, n=1.0, top_k=40.0) == server.text(max_tokens=8)
+    for wrong in (8.5, "8", True, 1e300):
+        assert server.chat(max_tokens=wrong).json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": "yes", "refusal": None, "tool_calls": []}, "yes"),
+    ],
+)
+def test_earlier_answers_are_as_openai_gives_them(server: Running, said: dict[str, Any], shown: str) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", **said}, {"role": "user", "content": "y"}]
+    tokens = server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == f"[user: x][assistant: {shown}][user: y]"
 
 
 def test_what_is_nested_too_deeply_is_refused(server: Running) -> None:
@@ -955,6 +1033,27 @@ def test_the_table_of_faults_names_its_tests() -> None:
     assert [name for name in named if f"def {name}(" not in here] == []
 
 
+def test_the_page_has_every_field() -> None:
+    """docs/serving.md lists what each endpoint takes and rejects."""
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = page.split("## Fields")[1].split("\n## ")[0]
+    taken, _, rejected = section.partition("Rejected with 400")
+
+    def names(text: str) -> set[str]:
+        return {name for code in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\w+", code)}
+
+    kinds = [kind for kind in vars(request_fields).values() if isinstance(kind, type) and issubclass(kind, Fields)]
+    known = {info.alias or name for kind in kinds for name, info in kind.model_fields.items()}
+    assert known - names(taken) == set()
+    lists = {where: names(listed) for where, listed in re.findall(r"- \*(\w+)\*: ([^.]+)\.", rejected)}
+    assert lists == {
+        "Everywhere": {*NO_SUCH},
+        "Chats": {*ChatRequest.refused},
+        "Completions": {*CompletionRequest.refused},
+        "Responses": {*ResponsesRequest.refused},
+    }
+
+
 def test_what_is_not_done_when_the_drain_ends_is_told() -> None:
     with running(new_decoder(), drain=0.3) as found, ThreadPoolExecutor(1) as threads:
         worker = found.service._worker
@@ -1040,75 +1139,236 @@ def test_no_store_is_shared_by_several_keys() -> None:
         assert "store=0" in str(found.service.error)
 
 
+NODE = {
+    "type": "object",
+    "properties": {"value": {"type": "integer"}, "next": {"$ref": "#/$defs/Node"}},
+    "required": ["value"],
+    "additionalProperties": False,
+}
+WORD = {"type": "object", "properties": {"next": {"type": "string"}}, "required": ["next"]}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits", "differs"),
+    [
+        ({"$defs": {"Node": NODE}, "$ref": "#/$defs/Node"}, {"value": 1, "next": {"value": 2}}, {"value": "a"}),
+        ({**NODE, "$defs": {"Node": NODE}}, {"value": 1, "next": {"value": 2}}, {"next": 1}),
+        (
+            {**NODE, "$defs": {"Node": {"$ref": "#"}}},
+            {"value": 1, "next": {"value": 2}},
+            {"value": 1, "next": {"name": 1}},
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "definitions": {"A": WORD},
+                "$ref": "#/definitions/A",
+            },
+            {"next": "x"},
+            {"next": 1},
+        ),
+        ({"$id": "http://here/", "$defs": {"Node": WORD}, "$ref": "#/$defs/Node"}, {"next": "x"}, {"next": 1}),
+    ],
+)
+@pytest.mark.parametrize("style", ["hermes", "llama", "mistral"])
+def test_references_start_at_a_tools_own_parameters(parameters: Any, fits: Any, differs: Any, style: str) -> None:
+    """Also where another tool has a definition of the same name."""
+    others = (
+        {"$id": "http://here/", "$defs": {"Node": {"type": "null"}}, "$ref": "#/$defs/Node"},
+        NODE | {"$defs": {"Node": WORD}},
+    )
+    tools = [
+        {"function": {"name": name, "parameters": schema}}
+        for name, schema in zip("abc", (others[0], parameters, others[1]), strict=True)
+    ]
+    words, key = new_decoder().words, "parameters" if style == "llama" else "arguments"
+
+    def accepts(tools: Any, arguments: Any) -> bool:
+        matcher = forced(tools, style).compiled(words)
+        call = json.dumps({"name": "b", key: arguments})
+        text = {"hermes": f"<tool_call>\n{call}\n</tool_call>", "llama": call, "mistral": f"[{call}]"}[style]
+        return matcher.consume_tokens(bytewise().encode(text)) and matcher.is_accepting()
+
+    for some in (tools, tools[1:2]):
+        assert accepts(some, fits)
+        assert not accepts(some, differs)
+
+
+def test_tools_that_are_too_large_together(server: Running) -> None:
+    parameters = {"type": "object", "description": "x" * 40_000}
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "ab"]
+    error = server.chat(tools=tools, tool_choice="required").json()["error"]
+    assert re.search(r"of the tools together cannot be used: .* at most 65536", error["message"])
+    assert error["param"] == "tools"
+
+
+def parsed(answer: str, sizes: Iterable[int] = (), bare: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of f and g in an answer that comes in pieces of these sizes."""
+    calls, pieces, text, found = Calls(["f", "g"], bare), list[Found](), "", list[list[str]]()
+    for size in [*sizes, len(answer)]:
+        pieces += calls.push(answer[:size])
+        answer = answer[size:]
+    for piece in [*pieces, *calls.finish()]:
+        if piece.call is None:
+            text += piece.text
+        elif piece.name is not None:
+            assert piece.call == len(found)
+            found.append([piece.name, piece.arguments])
+        else:
+            found[piece.call][1] += piece.arguments
+    return text, [(name, arguments) for name, arguments in found]
+
+
 ANSWERS = [
-    'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": 2}]}}\n</tool_call> and <tool_call>'
-    '{"arguments": {"x": 1}, "name": "g"}</tool_call>',
-    "<tool_call>nothing</tool_call> <tool",
-    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-    '<tool_call>{"name": "f", "arguments": {"a": 1',
+    (
+        'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": 2}]}}\n</tool_call> and <tool_call>'
+        '{"arguments": {"x": 1}, "name": "g"}</tool_call>',
+        "Hi  and ",
+        [("f", '{"a": "}\\"", "b": [1, {"c": 2}]}'), ("g", '{"x": 1}')],
+    ),
+    ("<tool_call>nothing</tool_call> <tool", "<tool_call>nothing</tool_call> <tool", []),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> so', " so", [("f", '{"a": 1')]),
+    ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"arguments": null, "name": "f"}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}</tool_call>', "", [("f", '{"a": 1}')]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\\\"}}</tool_call>!',
+        "!",
+        [("f", '{"a": "</tool_call>\\\\"}')],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": 1}}</tool_call>',
+        "",
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    (
+        '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]</tool_call> ok',
+        " ok",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {}}</tool_c', "", [("f", "{}")]),
+    (
+        '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+        [],
+    ),
+    ('<tool_call>{"name": ["f"], "arguments": {}}', '<tool_call>{"name": ["f"], "arguments": {}}', []),
+    ('<tool_call>{"name": "f"}, {"name": "h"}</tool_call>', '{"name": "h"}</tool_call>', [("f", "{}")]),
+    ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
+    ('<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {"a": <</tool_call>.', ".", [("f", '{"a": <')]),
+    ("<tool_call>" + '{"name": "f", "arguments": {"a": ' + "[" * 3000, "", [("f", '{"a": ' + "[" * 3000)]),
 ]
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize(("answer", "text", "calls"), ANSWERS)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_calls_are_found_however_the_text_is_cut(answer: str, size: int) -> None:
-    def read(size: int) -> tuple[str, list[tuple[str, str]]]:
-        calls, text, found = Calls(), "", list[list[str]]()
-        pieces: list[Found] = []
-        for start in range(0, len(answer), size):
-            pieces += calls.push(answer[start : start + size])
-        for piece in [*pieces, *calls.finish()]:
-            if piece.call is None:
-                text += piece.text
-            elif piece.name is not None:
-                assert piece.call == len(found)
-                found.append([piece.name, piece.arguments])
-            else:
-                found[piece.call][1] += piece.arguments
-        return text, [(name, arguments) for name, arguments in found]
-
-    assert read(size) == read(len(answer))
-    text, found = read(size)
-    if answer is ANSWERS[0]:
-        assert text == "Hi  and "
-        assert found == [("f", '{"a": "}\\"", "b": [1, {"c": 2}]}'), ("g", '{"x": 1}')]
-    if answer is ANSWERS[1]:
-        assert (text, found) == (answer, [])
-    if answer is ANSWERS[2]:
-        assert found == [("f", '{"a": 1}')]
-    if answer is ANSWERS[3]:
-        assert found == [("f", '{"a": 1')]
+def test_calls_are_found_however_the_text_is_cut(answer: str, text: str, calls: Any, size: int) -> None:
+    assert parsed(answer, [size] * len(answer)) == (text, calls)
 
 
 BARE = [
     ('{"name": "f", "parameters": {"a": [1, {"b": "}"}]}}', "", [("f", '{"a": [1, {"b": "}"}]}')]),
-    (' [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "", None),
-    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", None),
+    (
+        ' [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; <|python_tag|>{"name": "g", "parameters": null}',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
     ('{"name": "Ann", "age": 3} is JSON', '{"name": "Ann", "age": 3} is JSON', []),
     ("[1, 2] is a list", "[1, 2] is a list", []),
     ('I call {"name": "f"}', 'I call {"name": "f"}', []),
+    ('{"name": "f"} It is called.', "It is called.", [("f", "{}")]),
+    ('{"name": "f", "parameters": {"a": "</tool_call>', "", [("f", '{"a": "</tool_call>')]),
     ('{"name": "f", "parameters": {"a": 1', "", [("f", '{"a": 1')]),
     ("<|pyt", "<|pyt", []),
 ]
 
 
-@pytest.mark.parametrize(("answer", "text", "expected"), BARE)
+@pytest.mark.parametrize(("answer", "text", "calls"), BARE)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_without_marks_are_found(answer: str, text: str, expected: Any, size: int) -> None:
+def test_calls_without_marks_are_found(answer: str, text: str, calls: Any, size: int) -> None:
     """As with Llama's and Mistral's templates."""
-    calls, said, found = BareCalls(["f", "g"]), "", list[list[str]]()
-    pieces: list[Found] = []
-    for start in range(0, len(answer), size):
-        pieces += calls.push(answer[start : start + size])
-    for piece in [*pieces, *calls.finish()]:
-        if piece.call is None:
-            said += piece.text
-        elif piece.name is not None:
-            found.append([piece.name, piece.arguments])
-        else:
-            found[piece.call][1] += piece.arguments
-    assert said == text
-    assert [tuple(call) for call in found] == ([("f", '{"a": 1}'), ("g", "{}")] if expected is None else expected)
+    assert parsed(answer, [size] * len(answer), bare=True) == (text, calls)
+
+
+WORDS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "so", *'}[],"\\<\n']
+OBJECTS = ['{"name": "f", "arguments": {', '"a": 1', '{"name": "f"}', '{"name": "h"}', '{"arguments": {}, "name": "g"}']
+PIECES = st.sampled_from([*WORDS, *OBJECTS])
+
+
+@given(st.lists(PIECES, max_size=12).map("".join), st.lists(st.integers(1, 9)), st.booleans())
+def test_no_cut_changes_what_is_found(answer: str, sizes: list[int], bare: bool) -> None:
+    assert parsed(answer, sizes, bare) == parsed(answer, [], bare)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.just("</tool_call>"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("fg"), st.dictionaries(st.text(), VALUES, max_size=3)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 9)),
+    st.booleans(),
+)
+def test_calls_are_found_as_they_were_written(calls: list[Any], sizes: list[int], bare: bool) -> None:
+    written = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    expected = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    if bare:
+        assert parsed(f"[{', '.join(written)}]", sizes, bare) == ("", expected)
+    else:
+        assert parsed("".join(f"<tool_call>{one}</tool_call>" for one in written), sizes) == ("", expected)
+        assert parsed("<tool_call>\n" + "\n".join(written) + "</tool_call>", sizes) == ("", expected)
+
+
+CALL, OUTPUT = {"type": "function_call", "name": "f"}, {"type": "function_call_output", "output": "3"}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("items", "turns"),
+    [
+        ([SAID, CALL | {"call_id": "1"}, CALL | {"call_id": "2"}], [("assistant", "a", ["1", "2"])]),
+        ([CALL | {"call_id": "1"}, SAID, CALL | {"call_id": "2"}], [("assistant", "a", ["1", "2"])]),
+        (
+            [CALL | {"call_id": "1"}, OUTPUT, CALL | {"call_id": "2"}, OUTPUT],
+            [("assistant", None, ["1"]), ("tool", "3", []), ("assistant", None, ["2"]), ("tool", "3", [])],
+        ),
+        ([SAID, SAID, {"content": "b"}], [("assistant", "a", []), ("assistant", "a", []), ("user", "b", [])]),
+        ([{"content": "b"}, CALL | {"call_id": "1"}], [("user", "b", []), ("assistant", None, ["1"])]),
+    ],
+)
+def test_a_turn_of_responses_is_one_message(items: list[Any], turns: list[Any]) -> None:
+    found = as_chat(ResponsesRequest(input=items)).messages
+    told = [(one.role, one.content, [call.id for call in one.tool_calls or ()]) for one in found]
+    assert told == turns
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"type": "function_call", "call_id": "1"}, "a function_call has no name"),
+        ({"role": "user"}, "a message of the user has no content"),
+        ({"type": "message", "role": "assistant", "content": None}, "a message of the assistant has no content"),
+    ],
+)
+def test_items_of_responses_that_say_nothing_are_refused(server: Running, item: dict[str, Any], words: str) -> None:
+    answer = server.http.post("/v1/responses", json={"input": [item]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+    assert words in answer.json()["error"]["message"]
 
 
 LLAMA = "{# <|python_tag|> #}{% if tools %}{{ tools | tojson }}{% endif %}"

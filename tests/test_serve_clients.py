@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
+
+from outpace.serve import chat, responses
 
 from .serving import LONG, Running, new_decoder, running
 
@@ -27,6 +30,20 @@ class Person(BaseModel):
 
     name: str = Field(max_length=5)
     age: int = Field(le=99, ge=0)
+
+
+class Couple(BaseModel):
+    """Two who belong together."""
+
+    one: Person
+    other: Person
+
+
+class Chain(BaseModel):
+    """Who follows whom."""
+
+    person: Person
+    then: list[Chain] = Field(max_length=0)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +93,14 @@ class TestOpenAI:
             final = stream.get_final_completion()
         (again,) = final.choices[0].message.tool_calls
         assert (again.function.name, again.function.arguments) == ("tell", call.function.arguments)
+
+    def test_a_tool_made_of_nested_models(self, client: Any) -> None:
+        tools = [openai.pydantic_function_tool(Couple), openai.pydantic_function_tool(Chain)]
+        for kind in (Couple, Chain):
+            choice = {"type": "function", "function": {"name": kind.__name__}}
+            fields = hello(tools=tools, tool_choice=choice, max_tokens=300)
+            (call,) = client.chat.completions.parse(**fields).choices[0].message.tool_calls
+            assert isinstance(call.function.parsed_arguments, kind)
 
     def test_a_parsed_answer(self, client: Any) -> None:
         answer = client.chat.completions.parse(**hello(max_tokens=90), response_format=Person)
@@ -139,6 +164,121 @@ class TestOpenAI:
         stream = client.chat.completions.create(**hello(max_tokens=1500, stream=True))
         next(iter(stream))
         stream.close()
+        server.settle()
+        assert server.held == 0
+
+
+FORM = {"type": "json_schema", "name": "person", "schema": PERSON}
+FLAT = {"type": "function", "name": "tell", "description": None, "parameters": PERSON, "strict": True}
+CALLED = '<tool_call>{"name": "tell", "arguments": {"age": 3}}</tool_call>'
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"logit_bias": {"256": 100}},  # it ends at once
+    {"text": {"format": FORM}, "max_output_tokens": 90},
+    {"text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"}, "instructions": "be brief"},
+    {"tools": [FLAT], "tool_choice": {"type": "function", "name": "tell"}, "max_output_tokens": 150},
+    {"tools": [FLAT], "tool_choice": "required", "max_output_tokens": 30},  # in the midst of its call
+]
+# What a model writes, and the items that it becomes.
+WRITTEN = [
+    (f"Let me see.\n{CALLED}\n{CALLED}\n", ["Let me see.\n", "tell", "tell"]),
+    (f"\n{CALLED} and {CALLED} so", ["tell", " and ", "tell", " so"]),
+    (" \n", [" \n"]),
+    ("", [""]),
+]
+
+
+class TestResponses:
+    """What `/v1/responses` sends has the types of openai's client, and is the same streamed and not."""
+
+    def both(self, server: Running, **fields: Any) -> tuple[Any, Any]:
+        """The response, and the last one of the stream."""
+        from openai.types.responses import Response, ResponseStreamEvent
+
+        body = {"input": "hello", "temperature": 0, "max_output_tokens": 12, **fields}
+        whole = Response.model_validate(server.http.post("/v1/responses", json=body).json())
+        blocks = server.http.post("/v1/responses", json={**body, "stream": True}).text.strip().split("\n\n")
+        found = [json.loads(block.partition("data: ")[2]) for block in blocks]
+        assert [block.partition("\n")[0] for block in blocks] == [f"event: {event['type']}" for event in found]
+        assert [event["sequence_number"] for event in found] == [*range(len(found))]
+        told = [TypeAdapter(ResponseStreamEvent).validate_python(event) for event in found]
+        assert [event.type for event in told] == [event["type"] for event in found]
+        places = [event["output_index"] for event in found if "output_index" in event]
+        assert places == sorted(places)  # an item's events end before the next begin
+        last = told[-1].response
+        assert [event.item for event in told if event.type == "response.output_item.done"] == last.output
+        assert len([event for event in told if event.type == "response.output_item.added"]) == len(last.output)
+        for place, item in enumerate(last.output):
+            deltas = "".join(
+                event.delta
+                for event in told
+                if getattr(event, "output_index", None) == place
+                if hasattr(event, "delta")
+            )
+            assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+        return whole, last
+
+    def told(self, response: Any) -> list[tuple[str, str, str]]:
+        return [
+            (item.type, item.status, item.arguments if item.type == "function_call" else item.content[0].text)
+            for item in response.output
+        ]
+
+    @pytest.mark.parametrize("fields", ASKED)
+    def test_types(self, server: Running, fields: dict[str, Any]) -> None:
+        whole, last = self.both(server, **fields)
+        assert self.told(whole) == self.told(last) != []
+        assert whole.status == last.status == whole.output[-1].status
+        assert (whole.status == "incomplete") == (whole.incomplete_details is not None)
+        for found in (whole, last):
+            assert found.usage.input_tokens_details.cache_write_tokens == 0
+            shown = found.text.format.model_dump(by_alias=True, exclude_none=True)
+            assert shown == fields.get("text", {}).get("format", {"type": "text"})
+            choice = found.tool_choice
+            shown = choice if isinstance(choice, str) else choice.model_dump()
+            assert shown == fields.get("tool_choice", "auto")
+
+    @pytest.mark.parametrize(("text", "items"), WRITTEN)
+    def test_items(self, server: Running, monkeypatch: pytest.MonkeyPatch, text: str, items: list[str]) -> None:
+        class Writes(chat.Choice):
+            def take(self, step: Any) -> list[dict[str, Any]]:
+                self.left = getattr(self, "left", text)
+                size = len(self.left) if step.finish else 3
+                now, self.left = self.left[:size], self.left[size:]
+                return super().take(replace(step, text=now, finish=step.finish and "stop"))
+
+        monkeypatch.setattr(responses, "Choice", Writes)
+        for found in self.both(server, tools=[FLAT]):
+            told = [item.name if item.type == "function_call" else item.content[0].text for item in found.output]
+            assert told == items
+            assert found.status == "completed"
+            assert {item.status for item in found.output} == {"completed"}
+
+    def test_an_error_within_a_stream(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        from openai.types.responses import ResponseErrorEvent
+
+        model = server.service.decoder.engine.model
+        forward, steps = model.forward, iter(range(1000))
+
+        def fails(*given: Any, **more: Any) -> Any:
+            if next(steps) == 12:
+                raise RuntimeError("no more")
+            return forward(*given, **more)
+
+        body = {"input": "hello", "max_output_tokens": 100, "temperature": 0, "stream": True, "speculative": False}
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "forward", fails)
+            *blocks, last = server.http.post("/v1/responses", json=body).text.strip().split("\n\n")
+        name, _, data = last.partition("\n")
+        assert name == "event: error"
+        error = ResponseErrorEvent.model_validate_json(data.removeprefix("data: "))
+        assert (error.code, error.sequence_number) == ("internal_error", len(blocks))
+        assert "no more" not in error.message
+
+    def test_leaving_a_stream_ends_the_text(self, server: Running) -> None:
+        body = {"input": "hello", "max_output_tokens": 1500, "stream": True}
+        with server.http.stream("POST", "/v1/responses", json=body) as answer:
+            next(answer.iter_bytes())
         server.settle()
         assert server.held == 0
 

@@ -136,6 +136,42 @@ def test_stop_ends_the_answer(page: Any, server: Running, by: str) -> None:
 
 
 @browser
+@pytest.mark.parametrize("leave", ["Alt+n", "#chats"])
+def test_a_chat_that_is_left_within_its_first_answer_is_stored(page: Any, server: Running, leave: str) -> None:
+    ask(page, "an earlier one")
+    page.keyboard.press("Alt+n")
+    worker = server.service._worker
+    assert worker is not None
+    with server.paused(when=lambda: sum(job.result.new_tokens for job in worker._jobs.values()) > 30):
+        page.evaluate("document.getElementById('max_tokens').value = 1500")
+        page.fill("#said", "hello")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".token >> nth=3")
+        page.keyboard.press(leave) if leave == "Alt+n" else page.select_option("#chats", index=1)
+        page.wait_for_selector("#send:enabled")
+    assert page.locator(".message").count() == (0 if leave == "Alt+n" else 2)
+    page.reload()
+    page.select_option("#chats", label="hello")
+    assert page.locator(".message.user").text_content() == "hello"
+    assert len(page.locator(".message.assistant").text_content()) > 3
+    server.settle()
+
+
+@browser
+def test_an_empty_box_means_the_servers_default(page: Any) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.click("#settings summary")
+    for name in ("max_tokens", "temperature", "top_p", "seed"):
+        page.fill(f"#{name}", "")
+    page.fill("#said", "x" * 2000)  # which leaves room for a short answer
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".token")
+    page.wait_for_selector("#send:enabled")
+    assert {"max_tokens", "temperature", "top_p", "seed"}.isdisjoint(sent[0])
+
+
+@browser
 def test_a_lost_connection_shows_and_the_page_goes_on(page: Any) -> None:
     page.context.set_offline(True)
     ask(page, "hello")

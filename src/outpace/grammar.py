@@ -84,8 +84,14 @@ class Grammar:
         found = _llguidance().LLMatcher(words, self.rules(), log_level=0)
         if found.is_error():
             lines = str(found.get_error()).strip().split("\n")
-            named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # below a drawing
-            raise InputError(f"the {self.kind.replace('_', ' ')} cannot be used: {(named or lines)[0].strip()}")
+            errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regex
+            reason = (errors or lines)[0].strip()
+            if "coerce_one_of" in reason:  # an option that no user has; with it, answers might fit several alternatives
+                reason = (
+                    "the alternatives of a oneOf must differ in type or in the constant of a required property. "
+                    "Use anyOf instead."
+                )
+            raise InputError(f"the {self.kind.replace('_', ' ')} cannot be used: {reason}")
         return found
 
 
@@ -125,6 +131,7 @@ class Constraint:
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
             count = min(len(bits), len(allowed))
             allowed[:count] = bits[:count]
+        self._check()
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
 
     def after(self, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -136,8 +143,19 @@ class Constraint:
     def _read(self, tokens: Sequence[int]) -> None:
         """Take in committed tokens."""
         self._read_to += len(tokens)
-        if tokens and not self._matcher.consume_tokens(list(tokens)):
-            raise InvalidLogits(f"the output no longer matches its grammar: {self._matcher.get_error()}")
+        if tokens:
+            self._matcher.consume_tokens(list(tokens))
+        self._check()
+
+    def _check(self) -> None:
+        """Raise an error if the matcher has one: a limit of llguidance's, unless the output does not match."""
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).split("\n")[0].removeprefix("Parser Error: ")
+            strange = "satisfy the grammar" in reason
+            what = (
+                "the output no longer matches its grammar" if strange else "the grammar or schema is too large to go on"
+            )
+            raise InvalidLogits(f"{what}: {reason}")
 
 
 def words_of(tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> Any:

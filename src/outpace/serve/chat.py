@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from copy import deepcopy
 from time import time
 from typing import Any
 
 from ..draft import Step
-from ..grammar import Grammar
+from ..grammar import Constraint, Grammar
 from .faults import Fault
 from .fields import ChatRequest, ResponseFormat, Tool, ToolChoice
 from .pieces import figures, likely, new_id, trace
@@ -34,7 +35,7 @@ async def orders_of(service: Service, asked: ChatRequest, salt: str) -> list[Ord
     limit = asked.max_completion_tokens or asked.max_tokens or service.settings.max_new_tokens
     constraint = None
     if grammar is not None:
-        constraint = await service.compiled(grammar, "response_format" if must is None else "tools")
+        constraint = await _compiled(service, grammar, must)
     predicted = None if asked.prediction is None else text_of(asked.prediction.content, "prediction")
 
     def prepare() -> list[Order]:
@@ -64,6 +65,40 @@ def style(service: Service) -> str:
 def callable_tools(asked: ChatRequest) -> list[str]:
     """The names of the tools that the response may call."""
     return [] if asked.tool_choice == "none" else [tool.function.name for tool in asked.tools or ()]
+
+
+async def _compiled(service: Service, grammar: Grammar, must: Sequence[dict[str, Any]] | None) -> Constraint:
+    """A grammar to copy for each choice; a Fault if it cannot be used. must: the tools of which it forces a call."""
+    if must is None:
+        return await service.compiled(grammar, "response_format")
+    try:
+        return await service.compiled(grammar, "tools")
+    except Fault as fault:
+        if fault.code != "invalid_schema" or isinstance(fault.__cause__, asyncio.TimeoutError):
+            raise
+        reason = _reason(fault)
+        names = [tool["function"]["name"] for tool in must]
+        whose = f"the tool {names[0]!r}" if len(names) == 1 else "the tools together"
+        for name, tool in zip(names, must if len(must) > 1 else (), strict=False):
+            if why := await _unusable(service, tool):
+                whose, reason = f"the tool {name!r}", why
+                break
+        message = f"the parameters of {whose} cannot be used: {reason}"
+        raise Fault(message, param="tools", code="invalid_schema") from fault
+
+
+async def _unusable(service: Service, tool: dict[str, Any]) -> str:
+    """What is wrong with a tool's parameters, if anything."""
+    try:
+        await service.compiled(forced([tool]), "tools")
+    except Fault as fault:
+        return _reason(fault)
+    return ""
+
+
+def _reason(fault: Fault) -> str:
+    """What is wrong with a schema within a grammar of ours."""
+    return str(fault).removeprefix("the lark cannot be used: ").rpartition("failed to compile JSON schema: ")[2]
 
 
 def grammar_of(asked: ResponseFormat | None) -> Grammar | None:

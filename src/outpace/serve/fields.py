@@ -25,6 +25,13 @@ Schema = dict[str, Any]
 PARTS = 4096  # of all messages of a request, with their tool calls
 
 
+def _whole(value: Any) -> Any:
+    """Some clients write 8 as 8.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+
 # Fields that are not supported, of OpenAI's and vLLM's, and their values that have no effect.
 NO_SUCH: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -59,6 +66,12 @@ class Fields(BaseModel):
     """A part of a request."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_given(cls, data: Any) -> Any:
+        """A field that is null is as if it was left out: in OpenAI's clients most are optional."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class Body(Fields):
@@ -99,6 +112,7 @@ class Part(Fields):
 
     type: Name
     text: Text | None = None
+    refusal: Text | None = None
 
 
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=PARTS)]
@@ -127,10 +141,13 @@ class Message(Fields):
     name: Name | None = None
     tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Name | None = None
+    refusal: Text | None = None  # of the model, instead of content
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None:
+            self.content = self.refusal
+        if self.content is None and (self.role != "assistant" or self.tool_calls is None):
             raise Fault(f"a message of the {self.role} has no content.", param="messages")
         return self
 
@@ -207,14 +224,13 @@ class Asked(Body):
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    user: Name | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     method: Name | None = None
     speculative: bool = True
     trace: bool = False
@@ -231,9 +247,9 @@ class Asked(Body):
 class Sampled(Asked):
     """Fields of chats and completions."""
 
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = None
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -251,9 +267,9 @@ class ChatRequest(Sampled):
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -277,7 +293,7 @@ class CompletionRequest(Sampled):
     }
 
     prompt: Text | Tokens | Several | SeveralTokens
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 
 
 class TokenizeRequest(Body):
@@ -346,7 +362,6 @@ class ResponsesRequest(Asked):
         "background": (None, False),
         "prompt": (None,),
         "truncation": (None, "disabled"),
-        "reasoning": (None, {}),
         "include": (None, []),
         "max_tool_calls": (None,),
         "max_tokens": (None,),
@@ -362,7 +377,7 @@ class ResponsesRequest(Asked):
 
     input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=4096)]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_output_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     text: TextSettings | None = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None

@@ -58,10 +58,13 @@ def text_of(content: str | Sequence[Part] | None, param: str) -> str:
     """A message's text. Raises a Fault for parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
+    found = []
     for part in content:
-        if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
             raise Fault(f"parts of type {part.type!r} are not supported: only text is.", param=param)
-    return "".join(part.text or "" for part in content)
+        found.append(text)
+    return "".join(found)
 
 
 def _plain(message: Message, knows_tools: bool, style: str) -> dict[str, Any]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from time import time
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
 from .chat import Choice, orders_of
-from .faults import Fault
+from .faults import Fault, fault_of
 from .fields import (
     Call,
     Called,
     ChatRequest,
+    FlatChoice,
     Function,
     InputItem,
     JsonSchema,
@@ -28,6 +30,8 @@ from .pieces import figures, new_id
 from .prompts import text_of
 from .service import Reply, Service
 
+Named: TypeAlias = tuple[str, dict[str, Any]]  # an event
+
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
     """The request as a chat request; a Fault if it is too large for one."""
@@ -40,7 +44,8 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
 def _as_chat(asked: ResponsesRequest) -> ChatRequest:
     items = [InputItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
     messages = [Message(role="developer", content=asked.instructions)] if asked.instructions else []
-    messages += [_message(item) for item in items]
+    for item in items:
+        _add(messages, item)
     choice = asked.tool_choice
     named = None if choice is None or isinstance(choice, str) else choice.name
     common = set(ResponsesRequest.model_fields) & set(ChatRequest.model_fields) - {"tools", "tool_choice", "stream"}
@@ -64,13 +69,25 @@ def _as_chat(asked: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _message(item: InputItem) -> Message:
-    if item.type == "function_call":
-        call = Call(id=item.call_id or "", function=Called(name=item.name or "", arguments=item.arguments or ""))
-        return Message(role="assistant", tool_calls=[call])
+def _add(messages: list[Message], item: InputItem) -> None:
+    """The next message, or more of the last: a turn of the model is one, with its text and all its calls."""
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if item.type == "function_call_output":
-        return Message(role="tool", content=text_of(item.output, "input"), tool_call_id=item.call_id)
-    return Message(role=item.role or "user", content=text_of(item.content, "input"))
+        messages.append(Message(role="tool", content=text_of(item.output, "input"), tool_call_id=item.call_id))
+    elif item.type == "function_call":
+        if not item.name:
+            raise Fault("a function_call has no name.", param="input")
+        call = Call(id=item.call_id or "", function=Called(name=item.name, arguments=item.arguments or ""))
+        before = messages.pop() if last else Message(role="assistant", tool_calls=[])
+        messages.append(
+            Message(role="assistant", content=before.content, tool_calls=[*(before.tool_calls or ()), call])
+        )
+    else:
+        role = item.role or "user"
+        if item.content is None:
+            raise Fault(f"a message of the {role} has no content.", param="input")
+        calls = messages.pop().tool_calls if last and last.content is None and role == "assistant" else None
+        messages.append(Message(role=role, content=text_of(item.content, "input"), tool_calls=calls))
 
 
 def _format(asked: ResponsesRequest) -> ResponseFormat | None:
@@ -83,76 +100,143 @@ def _format(asked: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(type=found.type, json_schema=schema)
 
 
+class _Output:
+    """The items of a response as they grow: messages and calls. The last one is open."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._blank = ""  # whitespace that is part of a message only if more text follows
+
+    def take(self, delta: dict[str, Any]) -> list[Named]:
+        """The events of a chat's delta."""
+        events: list[Named] = []
+        if "content" in delta:
+            events += self._say(delta["content"])
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                self._blank = ""
+                events += self._add(_called(call))
+            if written := call["function"]["arguments"]:
+                self.items[-1]["arguments"] += written
+                events.append(("response.function_call_arguments.delta", {**self._place(), "delta": written}))
+        return events
+
+    def finish(self, short: bool) -> list[Named]:
+        """The last events. short: whether the limit of tokens was reached."""
+        empty = [] if self.items else [*self._add(_message()), *self._write(self._blank)]
+        return [*empty, *self._end("incomplete" if short else "completed")]
+
+    def _say(self, text: str) -> list[Named]:
+        text, self._blank = self._blank + text, ""
+        if self.items and self.items[-1]["type"] == "message":
+            return self._write(text)
+        if text.strip():
+            return [*self._add(_message()), *self._write(text)]
+        self._blank = text
+        return []
+
+    def _write(self, text: str) -> list[Named]:
+        self.items[-1]["content"][0]["text"] += text
+        return [("response.output_text.delta", {**self._place(), "delta": text, "logprobs": []})] if text else []
+
+    def _add(self, item: dict[str, Any]) -> list[Named]:
+        events = self._end("completed") if self.items else []
+        self.items.append(item)
+        shown = {**item, "content": []} if item["type"] == "message" else {**item}
+        events.append(("response.output_item.added", {"output_index": len(self.items) - 1, "item": shown}))
+        if item["type"] == "message":
+            events.append(("response.content_part.added", {**self._place(), "part": {**item["content"][0]}}))
+        return events
+
+    def _end(self, status: str) -> list[Named]:
+        item, place = self.items[-1], self._place()
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            events: list[Named] = [
+                ("response.output_text.done", {**place, "text": part["text"], "logprobs": []}),
+                ("response.content_part.done", {**place, "part": part}),
+            ]
+        else:
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events = [("response.function_call_arguments.done", {**place, **told})]
+        return [*events, ("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})]
+
+    def _place(self) -> dict[str, Any]:
+        place = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
+        return {**place, "content_index": 0} if self.items[-1]["type"] == "message" else place
+
+
+def _message() -> dict[str, Any]:
+    part = {"type": "output_text", "text": "", "annotations": []}
+    return {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "status": "in_progress",
+        "content": [part],
+    }
+
+
+def _called(call: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": call["id"].replace("call_", "fc_"),
+        "type": "function_call",
+        "status": "in_progress",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": "",
+    }
+
+
 class _Shape:
-    """A response as it grows."""
+    """What all states of a response have."""
 
     def __init__(self, service: Service, asked: ResponsesRequest) -> None:
-        self.asked, self.model = asked, service.name
-        self.id, self.created = new_id("resp_"), int(time())
-        self.message_id = new_id("msg_")
-
-    def response(self, status: str, output: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
-        asked = self.asked
-        finish = None if reply is None else reply.jobs[0].result.finish_reason
-        short = status == "completed" and finish == "length"
-        return {
-            "id": self.id,
+        choice, given = asked.tool_choice, asked.text.format if asked.text else None
+        form: dict[str, Any] = {"type": given.type if given else "text"}
+        if given is not None and given.type == "json_schema":
+            form |= {"name": given.name, "schema": given.schema_}
+        self._head = {
+            "id": new_id("resp_"),
             "object": "response",
-            "created_at": self.created,
-            "status": "incomplete" if short else status,
-            "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+            "created_at": int(time()),
             "error": None,
-            "model": self.model,
+            "model": service.name,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "output": output,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "text": {"format": {"type": asked.text.format.type if asked.text and asked.text.format else "text"}},
+            "text": {"format": form},
             "tools": [{"strict": False, **tool.model_dump()} for tool in asked.tools or ()],
-            "tool_choice": asked.tool_choice if isinstance(asked.tool_choice, str) else "auto",
+            "tool_choice": choice.model_dump() if isinstance(choice, FlatChoice) else choice or "auto",
             "metadata": {},
-            **({} if reply is None else {"usage": _usage(reply), **figures(reply.jobs)}),
         }
 
-    def message(self, text: str, status: str = "completed") -> dict[str, Any]:
-        content = [] if status == "in_progress" else [_part(text)]
+    def begun(self) -> dict[str, Any]:
+        """A response without output."""
+        return {**self._head, "status": "in_progress", "incomplete_details": None, "output": []}
+
+    def ended(self, output: _Output, short: bool, reply: Reply) -> dict[str, Any]:
+        """A complete response."""
         return {
-            "id": self.message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
+            **self._head,
+            "status": "incomplete" if short else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+            "output": output.items,
+            "usage": _usage(reply),
+            **figures(reply.jobs),
         }
-
-    def output(self, choice: Choice) -> list[dict[str, Any]]:
-        found = [self.message(choice.text)] if choice.text or not choice.calls else []
-        return [*found, *(_called(call, "completed") for call in choice.calls)]
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
-
-
-def _called(call: dict[str, Any], status: str) -> dict[str, Any]:
-    return {
-        "id": call["id"].replace("call_", "fc_"),
-        "type": "function_call",
-        "status": status,
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": call["function"]["arguments"],
-    }
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
     usage = reply.usage()
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
@@ -163,82 +247,53 @@ async def whole(service: Service, asked: ResponsesRequest, salt: str) -> dict[st
     """The complete response."""
     chat = as_chat(asked)
     orders = await orders_of(service, chat, salt)
-    shape, choice = _Shape(service, asked), Choice(service, chat)
+    shape, choice, output = _Shape(service, asked), Choice(service, chat), _Output()
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
-            for _, step in batch:
-                choice.take(step)
-    return shape.response("completed", shape.output(choice), reply)
+            for delta in [delta for _, step in batch for delta in choice.take(step)]:
+                output.take(delta)
+    short = choice.finish == "length"
+    output.finish(short)
+    return shape.ended(output, short, reply)
 
 
 async def streamed(
     service: Service, asked: ResponsesRequest, salt: str
 ) -> AsyncGenerator[tuple[str | None, Any], None]:
     """The response as a stream of named and numbered events."""
+    number = 0
+    try:
+        async with aclosing(_events(service, asked, salt)) as events:
+            async for kind, fields in events:
+                yield kind, {"type": kind, "sequence_number": number, **fields}
+                number += 1
+    except Exception as error:
+        if number == 0:
+            raise
+        fault = fault_of(error)
+        told = {"code": fault.code, "message": str(fault), "param": fault.param}
+        yield "error", {"type": "error", "sequence_number": number, **told}
+
+
+async def _events(service: Service, asked: ResponsesRequest, salt: str) -> AsyncGenerator[Named, None]:
     chat = as_chat(asked)
     orders = await orders_of(service, chat, salt)
-    shape, choice = _Shape(service, asked), Choice(service, chat)
-    number = -1
-    items: list[str | int] = []  # the response's items in order: "message", or the number of a call
-
-    def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-        nonlocal number
-        number += 1
-        return kind, {"type": kind, "sequence_number": number, **fields}
-
-    started = False
+    shape, choice, output = _Shape(service, asked), Choice(service, chat), _Output()
+    begun = False
     async with service.ask(orders) as reply:
         async for batch in reply.batches():
-            if not started:
-                started = True
-                yield event("response.created", response=shape.response("in_progress", []))
-                yield event("response.in_progress", response=shape.response("in_progress", []))
+            if not begun:
+                begun = True
+                yield "response.created", {"response": shape.begun()}
+                yield "response.in_progress", {"response": shape.begun()}
             for delta in [delta for _, step in batch for delta in choice.take(step)]:
-                if "content" in delta:
-                    if "message" not in items:
-                        items.append("message")
-                        place = len(items) - 1
-                        at = {"output_index": place, "item_id": shape.message_id, "content_index": 0}
-                        yield event(
-                            "response.output_item.added", output_index=place, item=shape.message("", "in_progress")
-                        )
-                        yield event("response.content_part.added", **at, part=_part(""))
-                    at = {"output_index": items.index("message"), "item_id": shape.message_id, "content_index": 0}
-                    yield event("response.output_text.delta", **at, delta=delta["content"], logprobs=[])
-                for call in delta.get("tool_calls", ()):
-                    index = call["index"]
-                    made = _called(choice.calls[index], "in_progress")
-                    if index not in items:
-                        items.append(index)
-                        made["arguments"] = ""
-                        yield event("response.output_item.added", output_index=len(items) - 1, item=made)
-                    if call["function"]["arguments"]:
-                        yield event(
-                            "response.function_call_arguments.delta",
-                            output_index=items.index(index),
-                            item_id=made["id"],
-                            delta=call["function"]["arguments"],
-                        )
-        done = []
-        for place, item in enumerate(items):
-            if item == "message":
-                at = {"output_index": place, "item_id": shape.message_id, "content_index": 0}
-                yield event("response.output_text.done", **at, text=choice.text, logprobs=[])
-                yield event("response.content_part.done", **at, part=_part(choice.text))
-                done.append(shape.message(choice.text))
-            else:
-                made = _called(choice.calls[int(item)], "completed")
-                yield event(
-                    "response.function_call_arguments.done",
-                    output_index=place,
-                    item_id=made["id"],
-                    name=made["name"],
-                    arguments=made["arguments"],
-                )
-                done.append(made)
-            yield event("response.output_item.done", output_index=place, item=done[-1])
-        last = shape.response("completed", done, reply)
-        yield event(f"response.{last['status']}", response=last)
+                for event in output.take(delta):
+                    yield event
+        short = choice.finish == "length"
+        for event in output.finish(short):
+            yield event
+        last = shape.ended(output, short, reply)
+        yield f"response.{last['status']}", {"response": last}
 
 
 __all__ = ["as_chat", "streamed", "whole"]
