@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -369,9 +370,22 @@ class TestArrival:
                     connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
                     wait_until(lambda: server.service.open)
                     assert other._late is None
-                assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+                assert read_answer(connection).startswith(b"HTTP/1.1 200")
                 server.settle()
                 assert other._late is None
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One answer, which may come in several pieces."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        found += connection.recv(2**16)
+    length = re.search(rb"content-length: (\d+)", found)
+    assert length
+    whole = found.index(b"\r\n\r\n") + 4 + int(length[1])
+    while len(found) < whole:
+        found += connection.recv(2**16)
+    return found
 
 
 def read_all(connection: socket.socket) -> bytes:
