@@ -62,7 +62,7 @@ def test_it_says_where_it_is_and_ends_by_a_signal(folder: Path) -> None:
     assert "hello" not in logged
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_while_the_model_is_loaded(folder: Path, number: int) -> None:
     endless = (
         "import sys, threading, outpace.decoder as decoder; from outpace.cli import main\n"
