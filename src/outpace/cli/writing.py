@@ -217,7 +217,7 @@ def verify(
     if weights is None and runtime == "packed" and name in NAMES:  # a GGUF file is loaded packed anyway
         weights = "packed"
     decoder = load_decoder(name, dtype or found.about.get("dtype"), device, how, exact, weights)
-    if runtime == "packed" != decoder.engine.name:
+    if runtime == "packed" and decoder.engine.name != "packed":
         raise InputError(f"{trace} is of a model with packed weights. Check it with --weights packed, q8 or q4.")
     receipt = check(decoder, found, tolerance)
     if as_json:

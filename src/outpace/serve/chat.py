@@ -92,6 +92,8 @@ async def _unusable(service: Service, tool: dict[str, Any]) -> str:
     try:
         await service.compiled(forced([tool]), "tools")
     except Fault as fault:
+        if fault.code != "invalid_schema":  # the server is busy, or stops
+            raise
         return _reason(fault)
     return ""
 
