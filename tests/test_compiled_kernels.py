@@ -81,6 +81,31 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
         assert 2 * 128 * int(re.findall(r"Used (\d+) registers", found[64, joined][0])[-1]) <= 65536
 
 
+@pytest.mark.parametrize("tile", [16, 32])
+def test_int8_products_use_tensor_cores_and_fit_twice_on_a_multiprocessor(tile: int, tmp_path: Path) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from outpace.models import int8, kernels, narrow
+
+    kernel, names = kernels.int8_product, kernels.int8_product.arg_names
+    constants = {"TILE": tile, "OUTPUTS": narrow.OUTPUTS, "BLOCK": int8.BLOCK, "LEVELS": int8.LEVELS, "EARLY": 2}
+    constants |= {"bias": None}
+    kinds = {"parts": "*i8", "weights": "*i8", "sizes": "*fp32", "scales": "*fp32", "product": "*bf16"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if name not in constants and name != "count"
+    }
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    options = {"num_warps": 4, "num_stages": int8.SHARING_STAGES, "launch_pdl": True}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.asm["ptx"].count("s32.s8.s8") == 2 * int8.BLOCK // 32
+    assert "mma.sync" not in made.asm["ptx"]
+    assert 2 * (made.metadata.shared + 1024) <= 228 * 1024
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_kernels_of_a_step_compile(name: str) -> None:
     """Those that the interpreter runs, with the same types and constants."""

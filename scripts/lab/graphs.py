@@ -28,8 +28,9 @@ from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import Engine, alone
 from outpace.runtime.program import Program
+from outpace.sources.heads import quick, quick_head
 
-from .models import DTYPE, Setup, llama_8b, load_small, widen
+from .models import Setup, llama_8b, load_small, widen
 
 CONSOLE = Console(width=150)
 READING = 4.48e12  # bytes per second that an H200 reads
@@ -250,13 +251,22 @@ def print_parts(setup: Setup, methods: dict[str, Method], prompt: list[int], pro
             continue
         whole, target = step_ms(program, prompt)
         heads = getattr(ready, "heads", None)
-        weights = sum(weight.numel() for weight in heads.heads.parameters()) if heads else 0
-        weights += bool(weights) * setup.decoder.model.vocabulary * setup.decoder.model.width
-        floor = weights * torch.finfo(DTYPE).bits / 8 / READING * 1000
+        floor = 1000 * bytes_read(heads.heads, engine.model.ends().head) / READING if heads else 0.0
         table.add_row(label, *(f"{part:.2f}" for part in (whole, target, floor, whole - target - floor)))
         if profiled:
             profile(label, program._steps(1, 1024, frozenset())[-1].run, 40)
     CONSOLE.print(table)
+
+
+def bytes_read(heads: Any, head: Any) -> int:
+    """Of the weights of heads and of the output head, as a step reads them: some are int8."""
+    parts = [heads, head] if heads.sequential else [quick(heads), quick_head(head)]
+    found = 0
+    for module in (module for part in parts for module in part.modules()):
+        numbers = getattr(module, "numbers", None)
+        own = [weight for weight in module._parameters.values() if weight is not None]
+        found += sum(weight.nbytes for weight in own) if numbers is None else numbers.nbytes
+    return found
 
 
 def step_ms(program: Program, prompt: list[int]) -> tuple[float, float]:

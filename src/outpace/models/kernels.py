@@ -1,4 +1,4 @@
-"""The Triton kernels of `attention`, `narrow`, `gated` and `best`, for GPUs and Triton's interpreter.
+"""The Triton kernels of `attention`, `narrow`, `int8`, `gated` and `best`, for GPUs and Triton's interpreter.
 
 Names in capitals are compile-time constants. Scores are in base 2, for exp2.
 """
@@ -586,6 +586,58 @@ def add_up(parts, bias, product, count, splits, outputs, PIECE: tl.constexpr, EA
 def _gate(gate, total):
     gate = gate.to(tl.float32)
     return gate * tl.sigmoid(gate) * total
+
+
+@triton.jit(do_not_specialize=["count"])
+def split_states(
+    states, parts, sizes, count, inputs,
+    WIDTH: tl.constexpr, GATED: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A row as int8 in two parts: the values are (first + second / (2 × LEVELS)) times the row's size.
+
+    GATED: of SiLU(gate) × up, from a row that has the gates first.
+    """
+    _wait(EARLY)
+    row, place = tl.program_id(0), tl.arange(0, WIDTH)
+    there = place < inputs
+    if GATED:
+        gate = tl.load(states + row * 2 * inputs + place, mask=there, other=0.0)
+        value = _gate(gate, tl.load(states + row * 2 * inputs + inputs + place, mask=there, other=0.0).to(tl.float32))
+    else:
+        value = tl.load(states + row * inputs + place, mask=there, other=0.0).to(tl.float32)
+    size = tl.maximum(tl.max(tl.abs(value), 0), 1e-30) / LEVELS
+    value = value / size
+    first = tl.floor(value + 0.5)
+    second = tl.floor((value - first) * (2 * LEVELS) + 0.5)
+    tl.store(parts + row * inputs + place, first.to(tl.int8), mask=there)
+    tl.store(parts + (count + row) * inputs + place, second.to(tl.int8), mask=there)
+    tl.store(sizes + row, size)
+
+
+@triton.jit(do_not_specialize=["count"])
+def int8_product(
+    parts, sizes, weights, scales, bias, product, count, inputs, outputs,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As `product`, from both parts of up to TILE rows and int8 weights with a scale per output."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, TILE)
+    place = tl.arange(0, BLOCK)
+    real = (row < count)[None, :]
+    first = tl.zeros([OUTPUTS, TILE], tl.int32)
+    second = tl.zeros([OUTPUTS, TILE], tl.int32)
+    _fetch(weights, output, 0, inputs, EARLY)
+    _wait(EARLY)
+    for start in range(0, inputs, BLOCK):
+        weight = tl.load(weights + output[:, None] * inputs + (start + place)[None, :])
+        value = parts + row[None, :] * inputs + (start + place)[:, None]
+        first = tl.dot(weight, tl.load(value, mask=real, other=0), first, out_dtype=tl.int32)
+        second = tl.dot(weight, tl.load(value + count * inputs, mask=real, other=0), second, out_dtype=tl.int32)
+    total = first.to(tl.float32) + second.to(tl.float32) / (2 * LEVELS)
+    total = total * tl.load(scales + output)[:, None] * tl.load(sizes + row, mask=row < count, other=0.0)[None, :]
+    if bias is not None:
+        total += tl.load(bias + output)[:, None]
+    tl.store(product + row[None, :] * outputs + output[:, None], total, mask=real)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -29,7 +29,7 @@ except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 from ..errors import InputError
-from . import gated, narrow
+from . import gated, int8, narrow
 from .fusing import is_plain
 
 HERE = Path(__file__).parent
@@ -48,17 +48,18 @@ class Products:
     def __init__(self) -> None:
         self._done: list[tuple[nn.Module, str, nn.Module]] = []  # owner, name, what was there
 
-    def replace(self, mirror: nn.Module, always: bool = False) -> int:
+    def replace(self, mirror: nn.Module, always: bool = False, drafts: bool = False) -> int:
         """Replace all modules that we have code for; returns how many. The weights stay in place.
 
         `always`: on a GPU ours compute any number of rows, so that a row has the same bits in any batch.
+        `drafts`: these are draft heads, which may compute few rows in int8.
         """
         for owner in list(mirror.modules()):
             for name, child in owner._modules.items():
                 if (
                     child is not None
-                    and not isinstance(owner, gated.GatedMLP)
-                    and (product := _product_for(child, always))
+                    and not isinstance(owner, (gated.GatedMLP, int8.Int8MLP))
+                    and (product := _product_for(child, always, drafts))
                 ):
                     owner._modules[name] = product
                     self._done.append((owner, name, child))
@@ -96,10 +97,19 @@ class _Product(nn.Module):
         return product
 
 
-def _product_for(module: nn.Module, always: bool) -> nn.Module | None:
+def _product_for(module: nn.Module, always: bool, drafts: bool) -> nn.Module | None:
+    if drafts and (product := int8_for(module)):
+        return product
     if gated.fits(module, always):
         return gated.GatedMLP(module, always)
     return _linear_for(module, always) if type(module) is nn.Linear else None
+
+
+def int8_for(module: nn.Module) -> nn.Module | None:
+    """What computes few rows in int8 in its place, if that is faster."""
+    if int8.fits_mlp(module):
+        return int8.Int8MLP(module)
+    return int8.Int8Linear(module) if int8.fits(module) else None
 
 
 def _linear_for(linear: nn.Linear, always: bool) -> nn.Module | None:

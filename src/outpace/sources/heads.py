@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from ..models.fusing import Fusion
-from ..models.products import Products
+from ..models.products import Products, int8_for
 from ..picking import NOISED, Sampling, likeliest
 from ..step import fused
 from ..step.choosing import Choices, gumbel, needs_of
@@ -25,7 +25,7 @@ CANDIDATES = 32  # tokens at a depth that are paired with those at the next
 Pick: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Selects what some heads read from the states that the target kept of rows."""
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "triton.autotune_pointwise": False}  # as for the target's layers
-_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by heads in use: see `quick`
+_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by heads in use: see `quick`, `quick_head`
 
 
 class _Expecting(Reading):
@@ -111,6 +111,9 @@ class _RankPaths(_Expecting):
         compiled: bool = False,
     ) -> None:
         ranks = 1 + max((max(path) for path in paths), default=0)
+        if compiled:
+            ends, *place = shared
+            shared = (ends._replace(head=quick_head(ends.head)), *place)
         super().__init__(heads, shared, pick, self._top(ranks, shared[0]), coupled)
         self.nodes = len(paths)
         self._depths = torch.tensor([len(path) for path in paths], device=device)
@@ -334,7 +337,16 @@ def quick(heads: Any) -> Any:
     if twin is None:
         twin = _twins[heads] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})
         Fusion().fuse(twin)
-        Products().replace(twin)
+        Products().replace(twin, drafts=True)
+    return twin
+
+
+def quick_head(head: Any) -> Any:
+    """The target's output head for drafts: in int8 if that is faster."""
+    twin = _twins.get(head) or int8_for(head)
+    if twin is None:
+        return head
+    _twins[head] = twin
     return twin
 
 
