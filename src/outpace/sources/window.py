@@ -113,7 +113,7 @@ class Window(Source):
             length=settings.ngram - 1,
             levels=self.levels,
             recycle=settings.recycle,
-            early=not settings.published,
+            unfilled=not settings.published,
             older=math.log(OLDER),
             deeper=math.log(DEEPER),
             source=self.first + 1,

@@ -110,9 +110,10 @@ def plant(
             LOWEST=LOWEST,
             SOURCES=SOURCES,
             COSTLY=learned and costly,
+            **early(device),
         )
         kernels.rank[(group, padded // part, 2 if learned and costly else 1)](
-            *(unique, ranks, nodes), NODES=padded, PART=part, BLOCK=min(OTHERS, padded)
+            *(unique, ranks, nodes), NODES=padded, PART=part, BLOCK=min(OTHERS, padded), **early(device)
         )
     kernels.plant[(group,)](
         *(tokens, depths, paths, likely, hashes, unique, ranks, bits),
@@ -137,6 +138,7 @@ def plant(
         WIDE=_power(len(CUTS)),
         EXACT=fixed.lists.exact,
         num_warps=8 if padded >= 256 else 4,
+        **early(device),
     )
     return found._replace(
         sees=found.sees.view(torch.bool),
@@ -257,6 +259,7 @@ def settle(
         DEPTHS=_power(deep),
         COUNTED=counted is not None,
         num_warps=2,
+        **early(device),
     )
     return report, kept, best, before
 
@@ -280,6 +283,7 @@ def follow(
         EACH=each,
         WIDTH=_power(each),
         num_warps=1,
+        **early(before.device),
     )
     return states, last
 
@@ -313,6 +317,7 @@ def history(
         BLOCK=STRETCH,
         OWN=store is None,
         num_warps=4,
+        **early(device),
     )
     kernels.history[(lanes,)](
         *(searched, searched.stride(0), span, texts.lengths, scores, found, least, floor),
@@ -326,6 +331,7 @@ def history(
         DEPTHS=min(_power(depth), TOGETHER),
         OWN=store is None,
         num_warps=4,
+        **early(device),
     )
     return Nodes(tokens, _chained(places, depth, device).expand(lanes, -1), paths, chances, source)
 
@@ -353,6 +359,7 @@ def ranks(
         HEADS=heads,
         GIVEN=worths is not None,
         num_warps=4,
+        **early(places.device),
     )
     return Nodes(tokens, depths.expand(lanes, -1), paths, found, sources.expand(lanes, -1))
 
@@ -381,6 +388,7 @@ def pairs(
         TOP=guesses.shape[2],
         GIVEN=worths is not None,
         num_warps=4,
+        **early(ranks.device),
     )
     return Nodes(tokens, depths.expand(lanes, -1), paths, found, sources.expand(lanes, -1))
 
@@ -412,6 +420,7 @@ def _joined(offers: Sequence[Nodes]) -> tuple[torch.Tensor, ...]:
             DEEP=deepest,
             GIVEN=given,
             num_warps=4,
+            **early(device),
         )
         at += size
     return found
@@ -450,6 +459,7 @@ def comb(window: torch.Tensor, filled: torch.Tensor, drafted: torch.Tensor, room
         LEVELS=levels,
         NODES=_power(nodes),
         num_warps=2,
+        **early(room.device),
     )
     return Nodes(tokens, depths, paths, chances, **about)
 
@@ -467,7 +477,7 @@ def ngrams(
     length: int,
     levels: int,
     recycle: bool,
-    early: bool,
+    unfilled: bool,
     older: float,
     deeper: float,
     source: int,
@@ -489,6 +499,7 @@ def ngrams(
         **sizes,
         TAIL=_power(width),
         num_warps=8,
+        **early(device),
     )
     tokens, chances = numbers(guesses * length), numbers(guesses * length, dtype=torch.float32)
     paths = numbers(guesses * length, length + 1)
@@ -499,8 +510,9 @@ def ngrams(
         LENGTH=length,
         RECYCLE=recycle,
         LEVELS=levels,
-        EARLY=early,
+        UNFILLED=unfilled,
         num_warps=8,
+        **early(device),
     )
     return Nodes(tokens, _chained(guesses, length, device).expand(lanes, -1), paths, chances, source)
 
@@ -537,6 +549,7 @@ def look(
         WIDTH=runs.shape[2],
         RECYCLE=recycle,
         num_warps=4,
+        **early(window.device),
     )
 
 
@@ -566,6 +579,7 @@ def recycled(
         SIZE=known.shape[1] - 2,
         RANKS=following.shape[2],
         num_warps=4,
+        **early(device),
     )
     return Nodes(tokens, depths.expand(lanes, -1), paths, found, source)
 
@@ -598,6 +612,7 @@ def remember(
         RANKS=following.shape[2],
         RUNNERS=trust is not None,
         num_warps=1,
+        **early(tokens.device),
     )
 
 
@@ -617,6 +632,7 @@ def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
         HELD=held,
         SHORT=logits.dtype == torch.bfloat16,
         num_warps=4,
+        **early(logits.device),
     )
     kernels.likely[(rows,)](
         *(tops, sums, found, rows, parts),
@@ -625,5 +641,6 @@ def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
         ALL=_power(parts * held),
         PARTS=_power(parts),
         num_warps=4,
+        **early(logits.device),
     )
     return found

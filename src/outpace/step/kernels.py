@@ -31,9 +31,10 @@ def mix(tokens, depths):
 def join(
     tokens, depths, paths, chances, sources, token_line, depth_line, path_line, path_node, chance_line, source_line,
     all_tokens, all_depths, all_paths, all_chances, all_sources, source, nodes, at, total,
-    NODES: tl.constexpr, FROM: tl.constexpr, DEEP: tl.constexpr, GIVEN: tl.constexpr,
+    NODES: tl.constexpr, FROM: tl.constexpr, DEEP: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: copy one offer's nodes, whose paths have FROM hashes, into the array of all nodes, starting at `at`."""
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     there = node < nodes
@@ -61,7 +62,7 @@ def compare(
     keys, found, unique, hashes, likely_sources, nodes, least,
     NODES: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr, MUST: tl.constexpr,
     DEEPER: tl.constexpr, LATER: tl.constexpr, LEARNED: tl.constexpr, KNOTS: tl.constexpr, HALVING: tl.constexpr,
-    LOWEST: tl.constexpr, SOURCES: tl.constexpr, COSTLY: tl.constexpr,
+    LOWEST: tl.constexpr, SOURCES: tl.constexpr, COSTLY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """PART nodes of a lane: their keys, by which they are ranked, and which other nodes have the same path.
 
@@ -71,6 +72,7 @@ def compare(
     one of them is ahead, and FREE_TWICE if one from a source that is not costly is. All programs of a lane write the
     same `keys`, `hashes` and `likely_sources`: their threads communicate through memory.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
     node = tl.arange(0, NODES)
@@ -130,11 +132,12 @@ def compare(
 
 
 @triton.jit(do_not_specialize=LANES_VARY)
-def rank(unique, ranks, nodes, NODES: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+def rank(unique, ranks, nodes, NODES: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """The ranks of PART nodes of a lane, by key (descending), then index. A key of -inf is no node.
 
     The last dimension of the grid is that of `unique` [lanes, 3, NODES] and `ranks` [lanes, 2, NODES].
     """
+    _wait(EARLY)
     lane, kind = tl.program_id(0).to(tl.int64), tl.program_id(2)
     unique += (lane * 3 + kind) * NODES
     mine = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -184,7 +187,7 @@ def plant(
     keys, flags, numbers, prices, expected, nodes, most, count,
     NODES: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PROBES: tl.constexpr, PRICED: tl.constexpr, MUST: tl.constexpr, LEARNED: tl.constexpr, FREE: tl.constexpr,
-    COSTLY: tl.constexpr, CUTS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    COSTLY: tl.constexpr, CUTS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: write its most likely nodes to static buffers, as `count` rows; at most `most` are not padding.
 
@@ -193,6 +196,7 @@ def plant(
     known of the nodes comes from `compare` and `rank`. EXACT: what rows attend to is written as slots by depth, not as
     bits.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + lane)
     start = tl.maximum(length - 1, 0)
@@ -336,12 +340,14 @@ def settle(
     text, lengths, limits, slots, text_line, times_seen, times_answered, vocabulary,
     best, kept_rows, kept_tokens, kept_counts, before, report, report_line, count, said, more,
     ROWS: tl.constexpr, WORDS: tl.constexpr, DEEP: tl.constexpr, DEPTHS: tl.constexpr, COUNTED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: verify its draft tree, keep the accepted path, and report it to the host.
 
     A path has at most DEEP rows; DEPTHS is that rounded up to a power of two. COUNTED: kept tokens are counted [lanes,
     vocabulary]. `said`, `more` values per lane (at most 16), is copied into the report.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
     real = row < count
@@ -414,12 +420,13 @@ def settle(
 def follow(
     kept_rows, kept_tokens, kept_counts, before, slots, text_line, scratch, count,
     tokens, positions, taken, lengths, states, last,
-    DEEP: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
+    DEEP: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: write the kept tokens as EACH rows to static buffers, where heads read them.
 
     WIDTH is EACH rounded up to a power of two. `states` gets the index of each one's hidden state among all rows.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
     real = place < EACH
@@ -440,13 +447,14 @@ def follow(
 @triton.jit(do_not_specialize=LANES_VARY)
 def matches(
     text, lengths, text_line, searched, searched_line, span, scores,
-    LONGEST: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
+    LONGEST: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane, BLOCK of the `span` positions that are searched: the PLACES best matches with the sequence's end.
 
     Their scores [lanes, blocks, PLACES] are match length × `span` + position; -1 where there are no more. OWN: the
     sequence itself is searched, up to its end.
     """
+    _wait(EARLY)
     lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     text += lane * text_line
     searched += lane * searched_line
@@ -478,7 +486,7 @@ def history(
     searched, searched_line, span, lengths, scores, found, leasts, floor, tokens, chances, paths, nodes,
     CLASSES: tl.constexpr, DOUBT: tl.constexpr, AGAIN: tl.constexpr, OTHER: tl.constexpr, MOST: tl.constexpr,
     FOUND: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, DEPTHS: tl.constexpr,
-    OWN: tl.constexpr,
+    OWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: continue the PLACES best of the `found` matches of `matches` by DEPTH tokens, with probabilities.
 
@@ -486,6 +494,7 @@ def history(
     are `found` and PLACES (at most 255) rounded up to powers of two. DEPTHS (a power of two) depths are computed at a
     time. Nodes are in the order of matches; paths have DEPTH + 1 hashes.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     searched += lane * searched_line
     each, place = tl.arange(0, FOUND), tl.arange(0, WIDTH)
@@ -559,9 +568,10 @@ def history(
 @triton.jit(do_not_specialize=LANES_VARY)
 def ranks(
     places, depths, guesses, chances, worths, line, node_tokens, node_chances, paths, nodes,
-    NODES: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
+    NODES: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: nodes from paths of ranks among the top tokens of HEADS heads. GIVEN: probabilities are given."""
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     there = node < nodes
@@ -588,13 +598,14 @@ def ranks(
 @triton.jit(do_not_specialize=LANES_VARY)
 def pairs(
     ranks, depths, guesses, order, chances, worths, node_tokens, node_chances, paths, nodes,
-    NODES: tl.constexpr, HEADS: tl.constexpr, TOP: tl.constexpr, GIVEN: tl.constexpr,
+    NODES: tl.constexpr, HEADS: tl.constexpr, TOP: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: nodes from paths of ranks among the TOP tokens of HEADS places, each conditioned on the one before.
 
     `order`, `chances` [places, token before, rank]: which token, and its log probability. GIVEN: those of whole paths
     are given.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     there = node < nodes
@@ -624,9 +635,10 @@ def pairs(
 @triton.jit
 def comb(
     window, filled, drafted, room, tokens, depths, chances, paths,
-    COLUMNS: tl.constexpr, LEVELS: tl.constexpr, NODES: tl.constexpr,
+    COLUMNS: tl.constexpr, LEVELS: tl.constexpr, NODES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: the entries of Lookahead's window as nodes, first the spine, then column by column."""
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     window += lane * LEVELS * COLUMNS
     fits = tl.load(room + lane) >= COLUMNS - 1  # no window near the end of the context
@@ -670,6 +682,7 @@ def _matches(runs, entry, ends, key, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 def ngrams(
     text, lengths, text_line, runs, counts, found, keys, ends,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: up to GUESSES distinct n-grams that continue the sequence, longest key first, then newest first.
 
@@ -677,6 +690,7 @@ def ngrams(
     padded with 0. TAIL is WIDTH rounded up to a power of two. `ends` [lanes, LONGEST] gets the last tokens, -2 where
     there are none.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     runs += lane * (SIZE + 1) * WIDTH
     found += lane * GUESSES * (WIDTH - 1)
@@ -718,12 +732,14 @@ def ngrams(
 def prolonged(
     runs, counts, found, keys, ends, paths_so_far, trusts, filled, tokens, chances, paths, older, deeper,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr, LONGEST: tl.constexpr, GUESSES: tl.constexpr,
-    RECYCLE: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
+    RECYCLE: tl.constexpr, LEVELS: tl.constexpr, UNFILLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One n-gram of one lane as nodes. RECYCLE: where it ends too early, other n-grams continue it.
 
-    `paths_so_far` [lanes, GUESSES, LONGEST + LENGTH] has the sequence's last tokens, then the n-gram's.
+    UNFILLED: also before the window is filled. `paths_so_far` [lanes, GUESSES, LONGEST + LENGTH] has the sequence's
+    last tokens, then the n-gram's.
     """
+    _wait(EARLY)
     lane, guess = tl.program_id(0).to(tl.int64), tl.program_id(1)
     runs += lane * (SIZE + 1) * WIDTH
     way = paths_so_far + (lane * GUESSES + guess) * (LONGEST + LENGTH)
@@ -735,7 +751,7 @@ def prolonged(
     entry = tl.arange(0, SIZE)
     newness = (SIZE - 1 - (count - 1 - entry + SIZE) % SIZE).to(tl.int32)
     there = key > 0
-    if EARLY == 0:
+    if not UNFILLED:
         there = there & (tl.load(filled + lane) == LEVELS)
     chance = tl.load(trusts + key) + guess * older
     first = (lane * GUESSES + guess) * LENGTH
@@ -769,13 +785,14 @@ def prolonged(
 def look(
     window, filled, drafted, runs, names, counts, row_tokens, row_parents, row_valid, row_hashes, best, answers, count,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, RECYCLE: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, RECYCLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: update Lookahead's window and n-gram pool after a step.
 
     WIDE and HIGH are COLUMNS and LEVELS rounded up to powers of two. `answers` [lanes, WIDE] is scratch memory through
     which threads communicate. Duplicate n-grams are stored again; `ngrams` skips them. New ones have no hash.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     window += lane * LEVELS * COLUMNS
     runs += lane * (SIZE + 1) * WIDTH
@@ -849,12 +866,13 @@ def look(
 @triton.jit(do_not_specialize=LANES_VARY)
 def recycled(
     text, lengths, text_line, ranks, depths, known, following, chances, node_tokens, node_chances, paths, nodes, own,
-    NODES: tl.constexpr, DEEP: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+    NODES: tl.constexpr, DEEP: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One lane: nodes from paths of ranks among the RANKS successors stored for each token.
 
     The first `own` paths start at the sequence's last token, the others at its runners-up, stored at index SIZE + 1.
     """
+    _wait(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     there = node < nodes
@@ -886,13 +904,14 @@ def recycled(
 def remember(
     row_tokens, row_valid, found, known, following, chances, kept_rows, kept_counts, kept_line, trusts, count,
     ROWS: tl.constexpr, TOP: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
-    RUNNERS: tl.constexpr,
+    RUNNERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of one lane: store the model's TOP tokens after it, unless an earlier row has the same index.
 
     WIDE is TOP rounded up to a power of two. RUNNERS: those of the last kept row are stored as runners-up too, with
     probabilities by rank.
     """
+    _wait(EARLY)
     lane, mine = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = lane * count
     row = tl.arange(0, ROWS)
@@ -924,12 +943,14 @@ def remember(
 
 @triton.jit
 def likely_parts(
-    logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.constexpr, HELD: tl.constexpr, SHORT: tl.constexpr
-):
+    logits, tops, sums, width, parts, PART: tl.constexpr, TOP: tl.constexpr, HELD: tl.constexpr, SHORT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """Part of a row of logits: its TOP highest, with their indices, as sortable integers; its maximum and its sum.
 
     SHORT: the logits are bfloat16.
     """
+    _wait(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = part * PART + tl.arange(0, PART)
     logit = tl.load(logits + row * width + place, mask=place < width, other=float("-inf")).to(tl.float32)
@@ -958,9 +979,11 @@ def likely_parts(
 
 @triton.jit
 def likely(
-    tops, sums, found, rows, parts, TOP: tl.constexpr, HELD: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr
-):
+    tops, sums, found, rows, parts, TOP: tl.constexpr, HELD: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """The TOP highest logits of a row from those of its parts, and their log probabilities."""
+    _wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     peak = tl.load(sums + (row * parts + part) * 2, mask=part < parts, other=float("-inf"))
