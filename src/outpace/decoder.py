@@ -465,7 +465,7 @@ def with_text(step: Step, text: TextStream | None) -> Step:
         return step
     if step.finish is not None:
         text.finish()
-    return replace(step, text=text.take())
+    return step.saying(text.take())
 
 
 def load(

@@ -285,3 +285,8 @@ class Step:
     logprobs: tuple[Likely, ...] = ()  # [tokens] if requested
     reused: int = 0  # in the first step: prompt tokens found in the KV cache
     lossless: bool = True  # False if the sampling rule changes the distribution
+
+    def saying(self, text: str) -> Step:
+        """The same step with its text: `replace`, in half the time."""
+        more = (text, self.cost, self.logprobs, self.reused, self.lossless)
+        return Step(self.tokens, self.sources, self.draft, self.rows, self.finish, self.seconds, *more)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
+USUAL = "transformers.tokenization_utils"  # where methods of tokenizers are that no model has changed
 _INCOMPLETE = "\ufffd"  # how tokenizers show incomplete characters
 
 
@@ -15,7 +17,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._decode = decoding(tokenizer)
         self._stop = tuple(stop)
         self._tokens: list[int] = []
         self._start = 0  # decode from here: one piece back, since tokenizers depend on the token before
@@ -51,10 +53,6 @@ class TextStream:
         before = self._decode(self._tokens[self._start : self._shown])
         return self._decode(self._tokens[self._start :])[len(before) :]
 
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
     def _show(self, piece: str) -> None:
         if self.stopped:
             return
@@ -81,6 +79,18 @@ class TextStream:
             ),
             default=0,
         )
+
+
+def decoding(tokenizer: Any) -> Callable[[list[int]], str]:
+    """What decodes tokens, without special ones.
+
+    Where transformers only calls the library that decodes, call it directly: the checks around it take longer.
+    """
+    methods = [getattr(type(tokenizer), name, None) for name in ("decode", "_decode")]
+    usual = all(getattr(method, "__module__", "").startswith(USUAL) for method in methods)
+    if usual and hasattr(tokenizer, "backend_tokenizer") and not tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return partial(tokenizer.decode, skip_special_tokens=True)
 
 
 class Ending:

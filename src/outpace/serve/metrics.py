@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
 
 from ..draft import MODEL, Step
 from ..result import Result
@@ -16,7 +19,6 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 DEEPEST = 32  # draft positions that are counted separately
 _HISTOGRAMS = {
     "time_to_first_token_seconds": _SECONDS,
-    "inter_token_latency_seconds": _SECONDS,
     "request_time_per_output_token_seconds": _SECONDS,
     "e2e_request_latency_seconds": _SECONDS,
     "request_queue_time_seconds": _SECONDS,
@@ -40,6 +42,28 @@ _COUNTERS = (
 _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
+class _PerToken:
+    """A histogram with several observations at a time: a Histogram takes as long for a token as reading its step."""
+
+    def __init__(self, name: str, bounds: Sequence[float], labels: dict[str, str]) -> None:
+        self._name, self._bounds, self._labels = name, bounds, labels
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int) -> None:
+        """A value, this many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry."""
+        found = HistogramMetricFamily(self._name, self._name[5:].replace("_", " "), labels=[*self._labels])
+        bounds = [str(float(bound)) for bound in self._bounds] + ["+Inf"]
+        buckets = [*zip(bounds, accumulate(self._counts), strict=True)]
+        found.add_metric([*self._labels.values()], buckets, self._sum)
+        yield found
+
+
 class Metrics:
     """Metrics of a worker, for Prometheus."""
 
@@ -58,6 +82,8 @@ class Metrics:
         self._gauges = {
             name: Gauge(f"vllm:{name}", name.replace("_", " "), names, registry=self.registry) for name in _GAUGES
         }
+        self._between = _PerToken("vllm:inter_token_latency_seconds", _SECONDS, self._labels)
+        self.registry.register(self._between)
         by_reason, by_place = (*names, "finished_reason"), (*names, "position")
         self._success = Counter("vllm:request_success", "sequences that ended", by_reason, registry=self.registry)
         self._by_place = Counter(
@@ -112,8 +138,7 @@ class Metrics:
                 self._count("prefix_cache_queries", job.result.prompt_tokens)
                 self._count("prefix_cache_hits", step.reused)
             elif step.tokens:
-                for _ in step.tokens:
-                    self._observe("inter_token_latency_seconds", (now - job.last) / len(step.tokens))
+                self._between.observe(max(0.0, now - job.last) / len(step.tokens), len(step.tokens))
             job.last = now
             if step.draft.candidates > 1:
                 drafts += 1
