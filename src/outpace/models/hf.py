@@ -150,11 +150,12 @@ class HFModel:
         load_operators()
         self._exact = True
 
-    def compute_packed(self) -> bool:
+    def compute_natively(self) -> bool:
         """From now on compute all layers in one call of C++ code, if it supports them; returns whether it does.
 
-        Call `compute_exactly` before, for other layers.
+        Weights stay where they are. `unfuse` undoes it.
         """
+        self._stack = None
         try:
             layers = [(gate.layer, gate.kind, self._traits.windows.get(gate.kind) or 0) for gate in self._gates]
             stack = Stack(self.ends(), layers, self.width, self._angles, self._traits.softcap)
@@ -163,6 +164,10 @@ class HFModel:
             fits = False
         self._stack = stack if fits else None
         return fits
+
+    def _is_native(self) -> bool:
+        """Whether C++ code computes the layers. If weights have moved, it is made again."""
+        return self._stack is not None and (self._stack.is_current() or self.compute_natively())
 
     @torch.inference_mode()
     def _angles(self, count: int) -> Angles:
@@ -271,8 +276,8 @@ class HFModel:
         hidden: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> Output:
-        if self._stack is not None and isinstance(rows, Placed):
-            return self._by_stack(self._stack, pool, rows, logits, start, stop, hidden)
+        if isinstance(rows, Placed) and self._is_native():
+            return self._by_stack(pool, rows, logits, start, stop, hidden)
         asked = asked_rows(logits, len(rows), self.device)
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop
@@ -318,7 +323,6 @@ class HFModel:
 
     def _by_stack(
         self,
-        stack: Stack,
         pool: Pool,
         rows: Placed,
         logits: int | Sequence[int],
@@ -326,6 +330,8 @@ class HFModel:
         stop: int | None,
         hidden: torch.Tensor | None,
     ) -> Output:
+        stack = self._stack
+        assert stack is not None
         last = self.layers if stop is None else stop
         kept = self.kept if (start, last) == (0, self.layers) else ()
         behind: dict[int, torch.Tensor] = {}

@@ -33,6 +33,7 @@ constexpr int LANES = 16, PART = NATIVE / sizeof(float);  // numbers per vector,
 
 #define ALWAYS __attribute__((always_inline))  // lambdas too, so that captured arrays stay in registers
 #define INLINE inline ALWAYS
+#define UNROLL _Pragma("GCC unroll 32")  // arrays of registers stay in registers
 
 typedef float FloatPart __attribute__((vector_size(NATIVE)));
 typedef int32_t IntPart __attribute__((vector_size(NATIVE)));
@@ -189,6 +190,47 @@ INLINE float total(const Floats& values) {
   return folded(values, [](const auto& a, const auto& b) { return a + b; });
 }
 
+// The sum of the registers of a vector: the first steps of `total`.
+template <class Vector>
+INLINE FloatPart halved(const Vector& values) {
+  if constexpr (IN_HALVES<Vector>) {
+    return halved(values.low + values.high);
+  } else {
+    return values;
+  }
+}
+
+// Exchange lanes that are BY apart between two registers: the first gets those with the lower number of both.
+template <int BY, int... LANE>
+INLINE void exchange(FloatPart& a, FloatPart& b, std::integer_sequence<int, LANE...>) {
+  const FloatPart one = a, other = b;
+  a = FloatPart{(LANE & BY ? other[LANE & ~BY] : one[LANE])...};
+  b = FloatPart{(LANE & BY ? other[LANE] : one[LANE | BY])...};
+}
+
+template <int BY = 1>
+INLINE void transpose(FloatPart (&rows)[PART]) {
+  if constexpr (BY < PART) {
+    UNROLL for (int row = 0; row < PART; row++)
+      if (!(row & BY)) exchange<BY>(rows[row], rows[row | BY], std::make_integer_sequence<int, PART>());
+    transpose<2 * BY>(rows);
+  }
+}
+
+// In lane n the sum of all lanes of register n, as `total` adds them.
+template <int BY = PART / 2>
+INLINE FloatPart totals(FloatPart (&rows)[PART]) {
+  UNROLL for (int row = 0; row < BY; row++) {
+    exchange<BY>(rows[row], rows[row + BY], std::make_integer_sequence<int, PART>());
+    rows[row] = rows[row] + rows[row + BY];
+  }
+  if constexpr (BY > 1) {
+    return totals<BY / 2>(rows);
+  } else {
+    return rows[0];
+  }
+}
+
 // The largest lane.
 template <class Vector>
 INLINE auto highest(const Vector& values) {
@@ -243,6 +285,13 @@ INLINE FloatPart from_halves(const uint8_t* from) {
   }
   return values;
 #endif
+}
+
+// bfloat16 to float32.
+INLINE FloatPart from_brains(const uint8_t* from) {
+  typedef uint16_t Shorts __attribute__((vector_size(NATIVE / 2)));
+  typedef uint32_t Longs __attribute__((vector_size(NATIVE)));
+  return (FloatPart)(__builtin_convertvector(load<Shorts>(from), Longs) << 16);
 }
 
 // 8-bit integers to float32. Compilers would convert them one by one.

@@ -1,5 +1,5 @@
-// A forward pass through decoder layers of the common form, with packed weights, in one call: norms, rotary embedding,
-// attention over each row's slots, gated MLPs, and the output head.
+// A forward pass through decoder layers of the common form in one call: norms, rotary embedding, attention over each
+// row's slots, gated MLPs, and the output head.
 //
 // The order of every sum depends only on the row, so a row has the same bits in any tree, batch and prefill chunk.
 
@@ -13,6 +13,8 @@ namespace {
 
 constexpr int64_t SHARE = 1 << 15;  // the fewest multiplications per share
 constexpr int64_t SMALL = 1 << 14;  // the fewest elements per share
+constexpr int64_t NEAR = 8;         // rows that attend together
+constexpr int64_t KEYS = 32;        // keys and values that they read at a time
 
 enum Activation : int64_t { SILU, GELU_TANH };
 
@@ -24,6 +26,7 @@ struct Layer {
   int64_t rotary;                                                            // which of the step's tables
   int64_t activation;
   double scaling, softcap, epsilon;                                          // softcap 0: none
+  double lift;                                                               // added to the weights of norms
 };
 
 struct Stack {
@@ -31,7 +34,7 @@ struct Stack {
   int64_t count, width;
   const float* norm;
   Weights head;
-  double epsilon, softcap;                                                   // softcap of logits; 0: none
+  double epsilon, lift, softcap;                                             // softcap of logits; 0: none
 };
 
 struct Step {
@@ -50,8 +53,8 @@ struct Step {
   int64_t threads;
 };
 
-// states / sqrt(mean of squares + epsilon) * weight
-INLINE void norm(const float* from, const float* weight, int64_t size, double epsilon, float* to) {
+// states / sqrt(mean of squares + epsilon) * (weight + lift)
+INLINE void norm(const float* from, const float* weight, double lift, int64_t size, double epsilon, float* to) {
   Floats squares = {};
   for (int64_t at = 0; at < size; at += LANES) {
     const Floats part = load<Floats>(from + at);
@@ -59,7 +62,7 @@ INLINE void norm(const float* from, const float* weight, int64_t size, double ep
   }
   const float by = 1.0f / std::sqrt(total(squares) / float(size) + float(epsilon));
   for (int64_t at = 0; at < size; at += LANES)
-    store(to + at, load<Floats>(from + at) * by * load<Floats>(weight + at));
+    store(to + at, load<Floats>(from + at) * by * (load<Floats>(weight + at) + float(lift)));
 }
 
 // Rotary embedding: element i of the first half is paired with element i of the second.
@@ -74,7 +77,15 @@ INLINE void rotate(float* head, const float* cosines, const float* sines, int64_
 
 class Walk {
  public:
-  Walk(const Stack& stack, const Step& step, Team& team) : stack_(stack), step_(step), team_(team) {}
+  Walk(const Stack& stack, const Step& step, Team& team) : stack_(stack), step_(step), team_(team) {
+    rounds_ = stack.head.quantized();
+    for (int64_t at = step.start; at < step.stop; at++) {
+      const Layer& layer = stack.layers[at];
+      for (const Weights* part :
+           {&layer.query, &layer.key, &layer.value, &layer.out, &layer.gate, &layer.up, &layer.down})
+        rounds_ |= part->quantized();
+    }
+  }
 
   void run() {
     for (int64_t at = step_.start; at < step_.stop; at++) {
@@ -89,8 +100,9 @@ class Walk {
   const Stack& stack_;
   const Step& step_;
   Team& team_;
+  bool rounds_;  // whether some weights are quantized, so that rows must be
   std::vector<Block> x_, inner_;
-  std::vector<float> query_, key_, value_, mixed_, side_;
+  std::vector<float> query_, key_, value_, mixed_, side_, states_, woven_;
 
   template <class Number>
   static Number* room(std::vector<Number>& buffer, int64_t size) {
@@ -107,38 +119,60 @@ class Walk {
 
   // The products of `count` rows and several matrices with the same inputs, passed to `sink(matrix, row, panel, sums)`.
   template <int N, class Sink>
-  void multiply(const Weights* const (&matrices)[N], const Block* x, int64_t count, Sink&& sink) {
-    const int64_t inputs = matrices[0]->inputs, tile = tile_of(inputs / BLOCK);
+  void multiply(const Weights* const (&matrices)[N], const Rows& x, int64_t count, Sink&& sink) {
+    const int64_t inputs = matrices[0]->inputs, tile = matrices[0]->tile(x.woven), some = x.panels();
+    const auto passes = [&](const Weights* matrix) { return (matrix->panels() + some - 1) / some; };
     int64_t all = 0;
-    for (const Weights* matrix : matrices) all += matrix->panels();
-    const int64_t grain = 1 + SHARE / (LANES * inputs * std::min<int64_t>(count, MOST));
+    for (const Weights* matrix : matrices) all += passes(matrix);
+    const int64_t grain = 1 + SHARE / (some * LANES * inputs * std::min<int64_t>(count, MOST));
     team_.each(all, grain, [&](int64_t begin, int64_t end) {
       for (int64_t first = 0; first < count; first += tile) {
         int64_t before = 0;
         for (int n = 0; n < N; n++) {
-          const int64_t panels = matrices[n]->panels();
-          for (int64_t panel = std::max(begin, before); panel < std::min(end, before + panels); panel++)
-            with_panel(*matrices[n], panel - before, x, first, std::min(count, first + tile),
-                       [&](int64_t row, const Floats& sums) { sink(n, row, panel - before, sums); });
-          before += panels;
+          const int64_t mine = passes(matrices[n]);
+          for (int64_t pass = std::max(begin, before); pass < std::min(end, before + mine); pass++)
+            with_panels(*matrices[n], (pass - before) * some, x, first, std::min(count, first + tile),
+                        [&](int64_t row, int64_t panel, const Floats& sums) { sink(n, row, panel, sums); });
+          before += mine;
         }
       }
     });
   }
 
-  const Block* normed(const float* weight, double epsilon) {
-    const int64_t width = stack_.width, blocks = width / BLOCK;
-    Block* x = room(x_, blocks_of(step_.rows, blocks));
-    float* side = room(side_, step_.rows * width);
-    rows(step_.rows, width, [&](int64_t row) {
-      norm(step_.hidden + row * width, weight, width, epsilon, side + row * width);
-      round_row(side + row * width, blocks, x, row);
+  // `count` rows as products take them; `each(row)` computes the numbers of one.
+  template <class Each>
+  Rows ready(float* numbers, int64_t count, int64_t size, std::vector<Block>& buffer, Each&& each) {
+    const int64_t blocks = size / BLOCK;
+    if (!rounds_ && count >= WOVEN) {
+      const int64_t groups = (count + MOST_WOVEN - 1) / MOST_WOVEN;
+      float* woven = room(woven_, groups * MOST_WOVEN * size);
+      team_.each(groups, 1, [&](int64_t first, int64_t last) {
+        for (int64_t row = first * MOST_WOVEN, stop; row < std::min(count, last * MOST_WOVEN); row = stop) {
+          stop = std::min(count, row + MOST_WOVEN);
+          for (int64_t one = row; one < stop; one++) each(one);
+          weave(numbers + row * size, stop - row, size, woven + row * size);
+        }
+      });
+      return {woven, nullptr, true};
+    }
+    Block* x = rounds_ ? room(buffer, blocks_of(count, blocks)) : nullptr;
+    rows(count, size, [&](int64_t row) {
+      each(row);
+      if (x) round_row(numbers + row * size, blocks, x, row);
     });
-    return x;
+    return {numbers, x, false};
+  }
+
+  Rows normed(const float* weight, double lift, double epsilon) {
+    const int64_t width = stack_.width;
+    float* side = room(side_, step_.rows * width);
+    return ready(side, step_.rows, width, x_, [&](int64_t row) {
+      norm(step_.hidden + row * width, weight, lift, width, epsilon, side + row * width);
+    });
   }
 
   // hidden += the products, normed if there is a norm.
-  void add(const Weights& weights, const Block* x, const float* weight, double epsilon) {
+  void add(const Weights& weights, const Rows& x, const float* weight, const Layer& layer) {
     const int64_t width = stack_.width;
     float* to = weight ? room(side_, step_.rows * width) : step_.hidden;
     const bool added = !weight;
@@ -150,7 +184,7 @@ class Walk {
     rows(step_.rows, width, [&](int64_t row) {
       float* side = to + row * width;
       float* hidden = step_.hidden + row * width;
-      norm(side, weight, width, epsilon, side);
+      norm(side, weight, layer.lift, width, layer.epsilon, side);
       for (int64_t at = 0; at < width; at += LANES)
         store(hidden + at, load<Floats>(hidden + at) + load<Floats>(side + at));
     });
@@ -159,7 +193,7 @@ class Walk {
   void attend(const Layer& layer, int64_t number) {
     const int64_t size = layer.size, count = step_.rows, heads = layer.heads, key_heads = layer.key_heads;
     const int64_t width = heads * size, narrow = key_heads * size;
-    const Block* x = normed(layer.before_attention, layer.epsilon);
+    const Rows x = normed(layer.before_attention, layer.lift, layer.epsilon);
     float* const to[] = {room(query_, count * width), room(key_, count * narrow), room(value_, count * narrow)};
     const int64_t strides[] = {width, narrow, narrow};
     multiply<3>({&layer.query, &layer.key, &layer.value}, x, count,
@@ -171,17 +205,16 @@ class Walk {
     float* mixed = room(mixed_, count * width);
     int64_t seen = 0;
     for (int64_t row = 0; row < count; row++) seen = std::max(seen, step_.positions[row] + 1);
-    team_.each(count * heads, 1 + SMALL / (2 * seen * size), [&](int64_t first, int64_t last) {
-      std::vector<int64_t> slots;
-      std::vector<float> scores;
+    const int64_t tiles = (count + NEAR - 1) / NEAR;
+    team_.each(tiles * heads, 1 + SMALL / (2 * std::min(count, NEAR) * seen * size), [&](int64_t first, int64_t last) {
+      std::vector<Seen> tile;
       for (int64_t at = first; at < last; at++) {
-        if (at == first || at % heads == 0) list(layer, at / heads, slots);
-        mix(layer, number, to[0] + at * size, at % heads, slots, scores, mixed + at * size);
+        const int64_t row = at / heads * NEAR, head = at % heads;
+        if (at == first || head == 0) list(layer, row, std::min(count, row + NEAR), tile);
+        mix(layer, number, head, to[0] + (row * heads + head) * size, tile, mixed + (row * heads + head) * size);
       }
     });
-    Block* rounded = room(inner_, blocks_of(count, width / BLOCK));
-    rows(count, width, [&](int64_t row) { round_row(mixed + row * width, width / BLOCK, rounded, row); });
-    add(layer.out, rounded, layer.after_attention, layer.epsilon);
+    add(layer.out, ready(mixed, count, width, inner_, [](int64_t) {}), layer.after_attention, layer);
   }
 
   // Apply norm and rotary embedding to a query or key; write a key or value to its slot.
@@ -192,7 +225,7 @@ class Walk {
     float* state = from[asks ? 0 : keyed ? 1 : 2] + (row * (asks ? layer.heads : layer.key_heads) + mine) * size;
     if (keyed) {
       const float* weight = asks ? layer.query_norm : layer.key_norm;
-      if (weight) norm(state, weight, size, layer.epsilon, state);
+      if (weight) norm(state, weight, layer.lift, size, layer.epsilon, state);
       const int64_t at = step_.positions[row] * rotated;
       rotate(state, step_.cosines[layer.rotary] + at, step_.sines[layer.rotary] + at, rotated);
     }
@@ -201,34 +234,87 @@ class Walk {
     std::memcpy(stored + (mine * step_.capacity + step_.slots[row]) * size, state, size * sizeof(float));
   }
 
-  // The slots that a row attends to, in the order of positions.
-  void list(const Layer& layer, int64_t row, std::vector<int64_t>& slots) const {
-    const int64_t stop = step_.positions[row] + 1, past = step_.past[row];
-    const int64_t start = layer.window ? std::max<int64_t>(0, stop - layer.window) : 0;
-    slots.clear();
-    for (int64_t at = start; at < std::min(stop, past); at++) slots.push_back(step_.text[step_.first[row] + at]);
-    for (int64_t at = std::max(start, past); at < stop; at++)
-      slots.push_back(step_.tails[row * step_.depth + at - past]);
+  // What a row attends to: slots, in the order of positions; and their weights for a head.
+  struct Seen {
+    std::vector<int64_t> slots;
+    std::vector<float> weights;
+    float sum;
+    int64_t count() const { return slots.size(); }
+  };
+
+  void list(const Layer& layer, int64_t first, int64_t last, std::vector<Seen>& tile) const {
+    tile.resize(last - first);
+    for (int64_t row = first; row < last; row++) {
+      std::vector<int64_t>& slots = tile[row - first].slots;
+      const int64_t stop = step_.positions[row] + 1, past = step_.past[row];
+      const int64_t start = layer.window ? std::max<int64_t>(0, stop - layer.window) : 0;
+      slots.clear();
+      for (int64_t at = start; at < std::min(stop, past); at++) slots.push_back(step_.text[step_.first[row] + at]);
+      for (int64_t at = std::max(start, past); at < stop; at++)
+        slots.push_back(step_.tails[row * step_.depth + at - past]);
+    }
   }
 
-  void mix(const Layer& layer, int64_t number, const float* query, int64_t head, const std::vector<int64_t>& slots,
-           std::vector<float>& scores, float* to) const {
-    const int64_t size = layer.size, count = slots.size(), group = head / (layer.heads / layer.key_heads);
+  // A head of all rows of a tile. Keys and values that the rows share are read some at a time, for all of them.
+  void mix(const Layer& layer, int64_t number, int64_t head, const float* query, std::vector<Seen>& tile,
+           float* to) const {
+    const int64_t size = layer.size, group = head / (layer.heads / layer.key_heads), stride = layer.heads * size;
     const float* keys = step_.keys[number] + group * step_.capacity * size;
     const float* values = step_.values[number] + group * step_.capacity * size;
-    scores.assign((count + LANES - 1) / LANES * LANES, -INFINITY);
-    for (int64_t seen = 0; seen < count; seen++) {
-      const float* key = keys + slots[seen] * size;
+    int64_t shared = tile[0].count();
+    for (const Seen& row : tile) {
+      const auto end = row.slots.begin() + std::min(shared, row.count());
+      shared = std::mismatch(row.slots.begin(), end, tile[0].slots.begin()).first - row.slots.begin();
+    }
+    for (Seen& row : tile) row.weights.assign((row.count() + LANES - 1) / LANES * LANES, -INFINITY);
+    in_parts(tile, shared, [&](int64_t row, int64_t first, int64_t last) {
+      score(query + row * stride, keys, size, float(layer.scaling), tile[row], first, last);
+    });
+    for (Seen& row : tile) row.sum = weigh(layer, row.weights, row.count());
+    for (size_t row = 0; row < tile.size(); row++) std::fill_n(to + row * stride, size, 0.0f);
+    in_parts(tile, shared, [&](int64_t row, int64_t first, int64_t last) {
+      for (int64_t at = 0, some; at < size; at += some) {
+        some = size - at >= 4 * LANES ? 4 * LANES : LANES;
+        (some > LANES ? blend<4> : blend<1>)(values + at, size, tile[row], first, last, to + row * stride + at);
+      }
+    });
+    for (size_t row = 0; row < tile.size(); row++)
+      for (int64_t at = 0; at < size; at += LANES)
+        store(to + row * stride + at, load<Floats>(to + row * stride + at) / tile[row].sum);
+  }
+
+  // Call `use(row, first, last)` until every row has all that it attends to: in order, and rows in turn where they share.
+  template <class Use>
+  static void in_parts(const std::vector<Seen>& tile, int64_t shared, Use&& use) {
+    for (int64_t first = 0; first < shared; first += KEYS)
+      for (size_t row = 0; row < tile.size(); row++) use(row, first, std::min(shared, first + KEYS));
+    for (size_t row = 0; row < tile.size(); row++) use(row, shared, tile[row].count());
+  }
+
+  static void score(const float* query, const float* keys, int64_t size, float scaling, Seen& row, int64_t first,
+                    int64_t last) {
+    if (size == 64) return score<64>(query, keys, size, scaling, row, first, last);
+    if (size == 128) return score<128>(query, keys, size, scaling, row, first, last);
+    score<0>(query, keys, size, scaling, row, first, last);
+  }
+
+  // SIZE: `size`, if it is known.
+  template <int SIZE>
+  static void score(const float* query, const float* keys, int64_t size, float scaling, Seen& row, int64_t first,
+                    int64_t last) {
+    if (SIZE) size = SIZE;
+    const auto dot = [&](int64_t at) ALWAYS {
+      const float* key = keys + row.slots[at] * size;
       Floats sums = {};
-      for (int64_t at = 0; at < size; at += LANES) sums = fused(load<Floats>(query + at), load<Floats>(key + at), sums);
-      scores[seen] = total(sums) * float(layer.scaling);
+      for (int64_t n = 0; n < size; n += LANES) sums = fused(load<Floats>(query + n), load<Floats>(key + n), sums);
+      return sums;
+    };
+    for (; first + PART <= last; first += PART) {
+      FloatPart sums[PART];
+      UNROLL for (int at = 0; at < PART; at++) sums[at] = halved(dot(first + at));
+      store(&row.weights[first], totals(sums) * scaling);
     }
-    const float sum = weigh(layer, scores, count);
-    if (size % (4 * LANES) == 0) {
-      for (int64_t at = 0; at < size; at += 4 * LANES) blend<4>(values + at, size, slots, scores, sum, to + at);
-    } else {
-      for (int64_t at = 0; at < size; at += LANES) blend<1>(values + at, size, slots, scores, sum, to + at);
-    }
+    for (; first < last; first++) row.weights[first] = total(dot(first)) * scaling;
   }
 
   // Turn scores into unnormalized softmax weights; returns their sum.
@@ -250,61 +336,52 @@ class Walk {
     return total(sums);
   }
 
-  // N vectors of the weighted mean of values.
+  // Add weighted values to N vectors.
   template <int N>
-  static void blend(const float* values, int64_t size, const std::vector<int64_t>& slots,
-                    const std::vector<float>& weights, float sum, float* to) {
-    Floats sums[N] = {};
-    for (size_t seen = 0; seen < slots.size(); seen++) {
-      const float* value = values + slots[seen] * size;
-      for (int n = 0; n < N; n++) sums[n] = fused(load<Floats>(value + n * LANES), splat(weights[seen]), sums[n]);
+  static void blend(const float* values, int64_t size, const Seen& row, int64_t first, int64_t last, float* to) {
+    Floats sums[N];
+    for (int n = 0; n < N; n++) sums[n] = load<Floats>(to + n * LANES);
+    for (int64_t at = first; at < last; at++) {
+      const float* value = values + row.slots[at] * size;
+      for (int n = 0; n < N; n++) sums[n] = fused(load<Floats>(value + n * LANES), splat(row.weights[at]), sums[n]);
     }
-    for (int n = 0; n < N; n++) store(to + n * LANES, sums[n] / sum);
+    for (int n = 0; n < N; n++) store(to + n * LANES, sums[n]);
   }
 
   void feed(const Layer& layer) {
-    const Block* x = normed(layer.before_mlp, layer.epsilon);
+    const Rows x = normed(layer.before_mlp, layer.lift, layer.epsilon);
     const int64_t units = layer.gate.outputs / BLOCK, count = step_.rows, inputs = layer.gate.inputs;
-    Block* inner = room(inner_, blocks_of(count, units));
+    float* states = room(states_, count * units * BLOCK);
     const int64_t grain = 1 + SHARE / (4 * LANES * inputs * std::min<int64_t>(count, MOST));
-    const int64_t tile = tile_of(inputs / BLOCK);
+    const int64_t tile = layer.gate.tile(x.woven);
     team_.each(units, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t top = 0; top < count; top += tile)
+      for (int64_t first = 0; first < count; first += tile)
         for (int64_t unit = begin; unit < end; unit++)
-          for (int64_t first = top; first < std::min(count, top + tile); first += MOST)
-            gated(layer, x, unit, first, std::min(first + MOST, count), inner + unit, units);
+          gated(layer, x, unit, first, std::min(count, first + tile), states);
     });
-    add(layer.down, inner, layer.after_mlp, layer.epsilon);
+    add(layer.down, ready(states, count, units * BLOCK, inner_, [](int64_t) {}), layer.after_mlp, layer);
   }
 
-  // 32 inner states of up to MOST rows, quantized.
-  static void gated(const Layer& layer, const Block* x, int64_t unit, int64_t first, int64_t last, Block* to,
-                    int64_t stride) {
-    Floats gates[MOST][2], ups[MOST][2];
-    for (int64_t half = 0; half < 2; half++) {
-      with_panel(layer.gate, 2 * unit + half, x, first, last,
-                 [&](int64_t row, const Floats& sums) { gates[row - first][half] = sums; });
-      with_panel(layer.up, 2 * unit + half, x, first, last,
-                 [&](int64_t row, const Floats& sums) { ups[row - first][half] = sums; });
-    }
-    for (int64_t row = first; row < last; row++) {
-      alignas(64) float states[BLOCK];
-      for (int half = 0; half < 2; half++) {
-        const Floats& gate = gates[row - first][half];
-        const Floats active = layer.activation == SILU ? silu(gate) : gelu_tanh(gate);
-        store(states + half * LANES, active * ups[row - first][half]);
-      }
-      round_block(states, to[row / 2 * stride], row);
+  // 32 inner states of rows `first` to `last`.
+  static void gated(const Layer& layer, const Rows& x, int64_t unit, int64_t first, int64_t last, float* states) {
+    const int64_t inner = layer.gate.outputs, some = x.panels();
+    for (int64_t panel = 2 * unit; panel < 2 * unit + 2; panel += some) {
+      with_panels(layer.gate, panel, x, first, last, [&](int64_t row, int64_t panel, const Floats& sums) {
+        store(states + row * inner + panel * LANES, layer.activation == SILU ? silu(sums) : gelu_tanh(sums));
+      });
+      with_panels(layer.up, panel, x, first, last, [&](int64_t row, int64_t panel, const Floats& sums) {
+        float* to = states + row * inner + panel * LANES;
+        store(to, load<Floats>(to) * sums);
+      });
     }
   }
 
   void finish() {
-    const int64_t width = stack_.width, blocks = width / BLOCK, outputs = stack_.head.outputs;
-    Block* x = room(x_, blocks_of(step_.count, blocks));
+    const int64_t width = stack_.width, outputs = stack_.head.outputs;
     float* side = room(side_, step_.count * width);
-    rows(step_.count, width, [&](int64_t row) {
-      norm(step_.hidden + step_.asked[row] * width, stack_.norm, width, stack_.epsilon, side + row * width);
-      round_row(side + row * width, blocks, x, row);
+    const Rows x = ready(side, step_.count, width, x_, [&](int64_t row) {
+      norm(step_.hidden + step_.asked[row] * width, stack_.norm, stack_.lift, width, stack_.epsilon,
+           side + row * width);
     });
     const float cap = float(stack_.softcap);
     multiply<1>({&stack_.head}, x, step_.count, [&](int, int64_t row, int64_t panel, const Floats& sums) {

@@ -1,7 +1,8 @@
-"""Decoder layers of the common form with packed weights: a whole forward pass in one call of `layers.cpp`.
+"""Decoder layers of the common form on a CPU: a whole forward pass in one call of `layers.cpp`.
 
 Thirty small layers are hundreds of torch calls per step, which take longer than the products. What a layer computes is
-inferred from the names of its parts and verified: `Stack.agrees` compares every layer with the model's own.
+inferred from the names of its parts and verified: `Stack.agrees` compares every layer with the model's own. Weights in
+float32 are read where they are, packed ones in their blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from ..pool import Placed, Pool
 from .adapter import Output, asked_rows
 from .exact import seen_by
-from .packed import BLOCK, LANES, PackedEmbedding, PackedLinear, Weights, library
+from .fusing import is_plain
+from .packed import BLOCK, FORMATS, LANES, NUMBERS, PackedLinear, Weights, library
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # norms before and after both parts
@@ -29,8 +31,10 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.silu,
     lambda states: F.gelu(states, approximate="tanh"),
 )
+LIFTS = (0.0, 1.0)  # what norms add to their weights
 POSITIONS = 1024  # initial size of the rotary tables
-ROUNDING = 0.02  # tolerance for a layer: rounding may change an 8-bit code here and there
+ROUNDING = 1e-4  # tolerance for a layer
+ROUGH = 0.02  # the same with quantized states: rounding may change an 8-bit code here and there
 
 Angles = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each type of layer, cosines and sines [positions, rotated]."""
@@ -42,7 +46,7 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("query_norm", "key_norm")),
         *((name, Weights) for name in ("query", "key", "value", "out", "gate", "up", "down")),
         *((name, c_int64) for name in ("heads", "key_heads", "size", "window", "rotary", "activation")),
-        *((name, c_double) for name in ("scaling", "softcap", "epsilon")),
+        *((name, c_double) for name in ("scaling", "softcap", "epsilon", "lift")),
     )
 
 
@@ -53,8 +57,7 @@ class _Stack(ctypes.Structure):
         ("width", c_int64),
         ("norm", c_void_p),
         ("head", Weights),
-        ("epsilon", c_double),
-        ("softcap", c_double),
+        *((name, c_double) for name in ("epsilon", "lift", "softcap")),
     )
 
 
@@ -94,14 +97,17 @@ class Stack:
         `softcap` is that of logits; 0: none.
         """
         embed, norm, head = ends
-        if not isinstance(embed, PackedEmbedding) or not isinstance(head, PackedLinear) or width % BLOCK:
-            raise Unusual("its ends are not packed")
+        if width % BLOCK:
+            raise Unusual(f"a width of {width}")
         self.embed, self.width, self.outputs = embed, width, head.out_features
-        self._kept: list[object] = [embed, head]  # objects that C++ has pointers to
+        self._live: list[tuple[nn.Module, str]] = []  # weights that C++ has pointers to
+        self._kept: list[object] = []
+        self._rough = False
         self._kinds = list(dict.fromkeys(kind for _, kind, _ in layers))
         self._layers = (_Layer * len(layers))(*(self._layer(*layer) for layer in layers))
-        weight, epsilon = self._norm(norm, width)
-        self._stack = _Stack(self._layers, len(layers), width, weight, head.weights(), epsilon, softcap)
+        weight, epsilon, lift = self._norm(norm, width)
+        self._stack = _Stack(self._layers, len(layers), width, weight, self._weights(head), epsilon, lift, softcap)
+        self._places = self._pointers()
         self._angles = angles
         self._known = 0  # positions in the rotary tables
         self._pool: tuple[Any, ...] = ()  # the pool's storage, and the pointers to it
@@ -114,25 +120,25 @@ class Stack:
         normed = set(attention._modules) == ATTENTION | NORMED
         if not normed and set(attention._modules) != ATTENTION:
             raise Unusual(f"attention of {sorted(attention._modules)}")
-        matrices = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(isinstance(matrix, PackedLinear) for matrix in matrices):
-            raise Unusual("not all matrices are packed")
+        linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        matrices = [self._weights(part) for part in linear]
         size = int(attention.head_dim)
-        if size % LANES or mlp.gate_proj.out_features % BLOCK:
+        if size % LANES or matrices[3].inputs % BLOCK or mlp.gate_proj.out_features % BLOCK:
             raise Unusual(f"heads of {size}")
-        self._kept += matrices
+        if any(len({part.type in FORMATS for part in group}) > 1 for group in (matrices[:3], matrices[4:6])):
+            raise Unusual("products of the same states with quantized and other matrices")
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         if around:
             norms += [layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm]
-        weights, epsilons = zip(*(self._norm(norm, self.width) for norm in norms), strict=True)
+        weights, epsilons, lifts = zip(*(self._norm(norm, self.width) for norm in norms), strict=True)
         found = _Layer(
             before_attention=weights[0],
             after_attention=weights[1] if around else None,
             before_mlp=weights[2 if around else 1],
             after_mlp=weights[3] if around else None,
-            heads=matrices[0].out_features // size,
-            key_heads=matrices[1].out_features // size,
+            heads=matrices[0].outputs // size,
+            key_heads=matrices[1].outputs // size,
             size=size,
             window=window,
             rotary=self._kinds.index(kind),
@@ -140,24 +146,63 @@ class Stack:
             scaling=float(attention.scaling),
             softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0),
             epsilon=epsilons[0],
+            lift=lifts[0],
         )
         if normed:
-            found.query_norm, found.key_norm = (
-                self._norm(part, size)[0] for part in (attention.q_norm, attention.k_norm)
+            (found.query_norm, _, one), (found.key_norm, _, other) = (
+                self._norm(part, size) for part in (attention.q_norm, attention.k_norm)
             )
+            lifts += (one, other)
+        if len({*lifts}) > 1:
+            raise Unusual("norms of several kinds")
         for name, matrix in zip(("query", "key", "value", "out", "gate", "up", "down"), matrices, strict=True):
-            setattr(found, name, matrix.weights())
+            setattr(found, name, matrix)
         return found
 
-    def _norm(self, norm: Any, size: int) -> tuple[int, float]:
-        """The pointer to an RMS norm's factors, and its epsilon. The factors are found by trying the norm."""
+    def _weights(self, linear: Any) -> Weights:
+        """Pointers to a linear layer's weights, packed or where torch has them."""
+        if isinstance(linear, PackedLinear):
+            self._kept.append(linear)
+            weights = linear.weights()
+            self._rough |= weights.type in FORMATS
+            return weights
+        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+            raise Unusual(f"a product by {type(linear).__name__}")
+        outputs, inputs = linear.weight.shape
+        bias = None if linear.bias is None else self._numbers(linear, "bias", padded=True)
+        return Weights(self._numbers(linear, "weight"), bias, NUMBERS[torch.float32], outputs, inputs)
+
+    def _numbers(self, module: nn.Module, name: str, padded: bool = False) -> int:
+        """The pointer to a weight in float32. `padded`: C++ reads whole panels of it."""
+        weight = module._parameters[name]
+        if not _is_readable(weight) or (padded and weight.numel() % LANES):
+            raise Unusual(f"a weight of {type(module).__name__}")
+        self._live.append((module, name))
+        self._kept.append(weight.detach())
+        return int(weight.data_ptr())
+
+    def _norm(self, norm: Any, size: int) -> tuple[int, float, float]:
+        """The pointer to an RMS norm's weights, its epsilon, and what it adds to the weights, found by trying it."""
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if epsilon is None:
+        weight = norm._parameters.get("weight")
+        if epsilon is None or weight is None:
             raise Unusual(f"a norm {type(norm).__name__}")
         with torch.inference_mode():
-            factors = norm(torch.full((1, size), 1024.0))[0].float().contiguous()
-        self._kept.append(factors)
-        return factors.data_ptr(), float(epsilon)
+            factors = norm(torch.full((1, size), 1024.0))[0]
+            lift = next((lift for lift in LIFTS if torch.allclose(factors, weight + lift, rtol=1e-5, atol=1e-6)), None)
+        if lift is None:
+            raise Unusual(f"a norm {type(norm).__name__}")
+        return self._numbers(norm, "weight"), float(epsilon), lift
+
+    def _pointers(self) -> list[int]:
+        return [module._parameters[name].data_ptr() for module, name in self._live]  # type: ignore[union-attr]
+
+    def is_current(self) -> bool:
+        """Whether all weights are where they were: moved ones have other storage, and perhaps another dtype."""
+        try:
+            return self._pointers() == self._places
+        except (AttributeError, KeyError):  # a weight is gone
+            return False
 
     def forward(
         self, pool: Pool, rows: Placed, logits: int | Sequence[int], start: int, stop: int, hidden: torch.Tensor | None
@@ -208,20 +253,32 @@ class Stack:
         with pools[0].sequence(text) as theirs, pools[1].sequence(text) as mine:
             rows = pools[0].place_text(theirs, len(text)), pools[1].place_text(mine, len(text))
             hidden = general(pools[0], rows[0], 0, 0, 0).hidden
-            if not _near(self.embed(rows[1].tokens), hidden):
+            rounding = ROUGH if self._rough else ROUNDING
+            if not _near(self.embed(rows[1].tokens), hidden, rounding):
                 return False
             for layer in range(layers):
                 asked = len(text) if layer == layers - 1 else 0
                 one = general(pools[0], rows[0], asked, layer, layer + 1, hidden)
                 other = self.forward(pools[1], rows[1], asked, layer, layer + 1, hidden)
-                if not _near(other.hidden - hidden, one.hidden - hidden):
+                if not _near(other.hidden - hidden, one.hidden - hidden, rounding):
                     return False
                 hidden = one.hidden
-            return _near(other.logits, one.logits)
+            return _near(other.logits, one.logits, rounding)
 
 
-def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((found - expected).norm() <= ROUNDING * expected.norm())
+def _near(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:
+    return bool((found - expected).norm() <= rounding * expected.norm())
+
+
+def _is_readable(weight: Any) -> bool:
+    """Whether C++ can read a weight in place: plain numbers in float32, one after the other."""
+    return (
+        isinstance(weight, torch.Tensor)
+        and is_plain(weight)
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+    )
 
 
 def _activation(function: Any) -> int:

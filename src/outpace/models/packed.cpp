@@ -1,4 +1,4 @@
-// Packed matrices: filling them from GGUF's blocks, dequantizing, and products. For the layout see packed.h.
+// Matrices in GGUF's formats: filling them from a file's rows, reading rows as floats, and products. See packed.h.
 
 #include "packed.h"
 
@@ -192,7 +192,7 @@ void read_row(const uint8_t* panel, int lane, int64_t blocks, float* to) {
 
 }  // namespace
 
-void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums) {
+void multiply_blocks(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums) {
   const int64_t blocks = weights.blocks();
   by_format(weights.type, [&](auto format) {
     using F = decltype(format);
@@ -202,9 +202,6 @@ void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64
     if (count <= 4) return multiply<F, 4>(cells, blocks, x, count, sums);
     multiply<F, MOST>(cells, blocks, x, count, sums);
   });
-  if (!weights.bias) return;
-  const Floats bias = load<Floats>(weights.bias + panel * LANES);  // padded to whole panels
-  for (int64_t m = 0; m < count; m++) sums[m] = sums[m] + bias;
 }
 
 }  // namespace outpace
@@ -218,6 +215,7 @@ extern "C" {
 // The size of a matrix in bytes; 0 for unsupported types and sizes.
 int64_t packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
   int64_t bytes = 0;
+  if (const int64_t size = size_of(type)) return inputs % LANES == 0 ? outputs * inputs * size : 0;
   by_format(type, [&](auto format) {
     using F = decltype(format);
     if (inputs % (BLOCK * F::SPAN) == 0) bytes = (outputs + LANES - 1) / LANES * F::bytes(inputs / BLOCK);
@@ -227,9 +225,12 @@ int64_t packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
 
 // Fill a zeroed matrix from GGUF's rows: output n is row order[n], or row n without an order.
 void packed_fill(const Weights* weights, const uint8_t* raw, const int64_t* order, int threads) {
-  const int64_t blocks = weights->blocks();
+  const int64_t blocks = weights->blocks(), line = weights->inputs * size_of(weights->type);
   Team::Turn team(threads);
   team->each(weights->outputs, 4 * LANES, [&](int64_t first, int64_t last) {
+    if (line)
+      for (int64_t output = first; output < last; output++)
+        std::memcpy(weights->cells + output * line, raw + (order ? order[output] : output) * line, line);
     by_format(weights->type, [&](auto format) {
       using F = decltype(format);
       for (int64_t output = first; output < last; output++)
@@ -239,9 +240,11 @@ void packed_fill(const Weights* weights, const uint8_t* raw, const int64_t* orde
   });
 }
 
-// Dequantize the weights of some outputs, times `scale`.
+// The weights of some outputs as floats, times `scale`.
 void packed_rows(const Weights* weights, const int64_t* outputs, int64_t count, float scale, float* to) {
   const int64_t blocks = weights->blocks();
+  if (!weights->quantized())
+    for (int64_t row = 0; row < count; row++) read_numbers(*weights, outputs[row], scale, to + row * weights->inputs);
   by_format(weights->type, [&](auto format) {
     using F = decltype(format);
     for (int64_t row = 0; row < count; row++) {
@@ -254,20 +257,36 @@ void packed_rows(const Weights* weights, const int64_t* outputs, int64_t count, 
 
 // [count, outputs] from rows [count, inputs].
 void packed_linear(const Weights* weights, const float* rows, int64_t count, float* out, int threads) {
-  const int64_t blocks = weights->blocks(), outputs = weights->outputs, tile = tile_of(blocks);
-  const auto x = std::make_unique<Block[]>(blocks_of(count, blocks));
+  const int64_t blocks = weights->blocks(), inputs = weights->inputs, outputs = weights->outputs;
+  const bool woven = !weights->quantized() && count >= WOVEN;
+  const int64_t tile = weights->tile(woven);
+  std::unique_ptr<Block[]> rounded;
+  std::unique_ptr<float[]> copies;
   Team::Turn team(threads);
-  team->each(count, 16, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) round_row(rows + row * weights->inputs, blocks, x.get(), row);
-  });
-  const int64_t grain = 1 + GRAIN / (LANES * weights->inputs * std::min<int64_t>(count, MOST));
-  team->each(weights->panels(), grain, [&](int64_t begin, int64_t end) {
+  if (weights->quantized()) {
+    rounded = std::make_unique<Block[]>(blocks_of(count, blocks));
+    team->each(count, 16, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) round_row(rows + row * inputs, blocks, rounded.get(), row);
+    });
+  } else if (woven) {
+    const int64_t groups = (count + MOST_WOVEN - 1) / MOST_WOVEN;
+    copies.reset(new float[groups * MOST_WOVEN * inputs]);
+    team->each(groups, 1, [&](int64_t first, int64_t last) {
+      for (int64_t row = first * MOST_WOVEN; row < std::min(count, last * MOST_WOVEN); row += MOST_WOVEN)
+        weave(rows + row * inputs, std::min<int64_t>(MOST_WOVEN, count - row), inputs, copies.get() + row * inputs);
+    });
+  }
+  const Rows x{woven ? copies.get() : rows, rounded.get(), woven};
+  const int64_t some = x.panels(), passes = (weights->panels() + some - 1) / some;
+  const int64_t grain = 1 + GRAIN / (some * LANES * inputs * std::min<int64_t>(count, MOST));
+  team->each(passes, grain, [&](int64_t begin, int64_t end) {
     for (int64_t first = 0; first < count; first += tile)
-      for (int64_t panel = begin, last = std::min(count, first + tile); panel < end; panel++)
-        with_panel(*weights, panel, x.get(), first, last, [&](int64_t row, const Floats& sums) {
-          const int64_t width = std::min<int64_t>(LANES, outputs - panel * LANES);
-          std::memcpy(out + row * outputs + panel * LANES, &sums, width * sizeof(float));
-        });
+      for (int64_t pass = begin; pass < end; pass++)
+        with_panels(*weights, pass * some, x, first, std::min(count, first + tile),
+                    [&](int64_t row, int64_t panel, const Floats& sums) {
+                      const int64_t width = std::min<int64_t>(LANES, outputs - panel * LANES);
+                      std::memcpy(out + row * outputs + panel * LANES, &sums, width * sizeof(float));
+                    });
   });
 }
 

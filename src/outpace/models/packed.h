@@ -1,12 +1,14 @@
-// Weight matrices in GGUF's block formats, and their products with rows.
+// Weight matrices in GGUF's formats, and their products with rows: a panel of 16 outputs at a time.
 //
-// A matrix is stored in panels of 16 outputs. A panel has a cell for each block of 32 inputs: scales, then codes, in
+// Quantized matrices are stored panel by panel. A panel has a cell for each block of 32 inputs: scales, then codes, in
 // the order in which vector instructions take them (four inputs of 16 outputs are 64 consecutive codes). So a vector of
-// sums has one output per lane, no sum crosses lanes, and each scale is multiplied once per 32 inputs.
+// sums has one output per lane, no sum crosses lanes, and each scale is multiplied once per 32 inputs. Rows are
+// quantized to 8 bits, with a scale for each block. Sums within a block are integers; blocks are added in order. Rows
+// are stored in pairs, because i8mm multiplies two at a time; for other instructions it makes no difference.
 //
-// Rows are quantized to 8 bits, with a scale for each block. Sums within a block are integers; blocks are added in
-// order. So a row's bits depend only on the row and the weights. Rows are stored in pairs, because i8mm multiplies two
-// at a time; for other instructions it makes no difference.
+// Unquantized matrices, in float32 or 16 bits, stay as torch stores them, output by output (numbers.cpp).
+//
+// Either way a row's bits depend only on the row and the weights.
 
 #pragma once
 
@@ -21,6 +23,11 @@ constexpr int GROUPS = 8;            // of four inputs
 constexpr int CHUNK = 8;             // contiguous inputs of a row
 constexpr int64_t TILE = 1 << 18;    // bytes of rows that stay in the L2 cache while weights stream
 constexpr int MOST = 8;              // rows per pass over the weights
+constexpr int64_t F32 = 0, F16 = 1, BF16 = 30;      // GGUF's numbers of unquantized types
+constexpr int MOST_NUMBERS = NATIVE == 64 ? 6 : 3;  // rows per pass over unquantized weights: sums are in registers
+constexpr int MOST_WOVEN = NATIVE == 64 ? 12 : 6;   // the same with woven rows
+constexpr int TOGETHER = NATIVE == 64 ? 2 : 1;      // panels per pass then
+constexpr int64_t WOVEN = 32;                       // from this many rows on they are woven
 
 // A block of a pair of rows: eight codes of the first, then eight of the second, and so on.
 struct alignas(64) Block {
@@ -32,13 +39,38 @@ struct alignas(64) Block {
 // How many Blocks are needed for rows of `blocks` blocks.
 INLINE int64_t blocks_of(int64_t rows, int64_t blocks) { return (rows + 1) / 2 * blocks; }
 
+// Rows in the forms that products take: numbers for unquantized matrices, blocks for others.
+struct Rows {
+  const float* numbers;
+  const Block* blocks;
+  bool woven;                        // whether the numbers are: see numbers.cpp
+
+  int64_t panels() const { return woven ? TOGETHER : 1; }  // per pass
+};
+
 struct Weights {
   uint8_t* cells;
-  const float* bias;
+  const float* bias;                 // padded to whole panels; may be null
   int64_t type, outputs, inputs;     // `type`: GGUF's number
 
+  bool quantized() const { return type != F32 && type != F16 && type != BF16; }
   int64_t panels() const { return (outputs + LANES - 1) / LANES; }
   int64_t blocks() const { return inputs / BLOCK; }
+
+  // How many of `left` rows the next pass takes: for unquantized matrices passes of about the same size.
+  int64_t pass(int64_t left, bool woven) const {
+    if (quantized() || woven) return std::min<int64_t>(quantized() ? MOST : MOST_WOVEN, left);
+    const int64_t passes = (left + MOST_NUMBERS - 1) / MOST_NUMBERS;
+    return (left + passes - 1) / passes;
+  }
+
+  // How many rows stay in the cache. All are taken if they are woven: weaving a panel takes as long as a few rows.
+  int64_t tile(bool woven) const {
+    if (woven) return INT64_MAX;
+    const int64_t most = quantized() ? MOST : MOST_NUMBERS;
+    const int64_t bytes = quantized() ? blocks() * int64_t(sizeof(Block)) / 2 : inputs * int64_t(sizeof(float));
+    return std::max<int64_t>(1, TILE / bytes / most) * most;
+  }
 };
 
 // NESTED: SPAN blocks share a scale of their scales. MIN: a minimum is added.
@@ -69,7 +101,7 @@ using Q4_K = Format<12, 4, 0, true, 8, 144>;
 using Q5_K = Format<13, 5, 0, true, 8, 176>;
 using Q6_K = Format<14, 6, 32, false, 8, 210>;
 
-// Calls `use` with the format of this type; false if there is none.
+// Calls `use` with the format of this quantized type; false if there is none.
 template <class Use>
 INLINE bool by_format(int64_t type, Use use) {
   switch (type) {
@@ -143,24 +175,48 @@ struct Scales {
   }
 };
 
-// A panel's products with the first `count` rows of `x`, at most MOST.
-void multiply_panel(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums);
+// Bytes of a number of an unquantized type; 0 for other types.
+INLINE int64_t size_of(int64_t type) { return type == F32 ? 4 : type == F16 || type == BF16 ? 2 : 0; }
 
-// The products of one panel and rows `first` to `last`, passed to `sink(row, sums)`.
+// The weights of one output of an unquantized matrix, times `scale`.
+void read_numbers(const Weights& weights, int64_t output, float scale, float* to);
+
+// Weave up to MOST_WOVEN rows; `to` has room for as many.
+void weave(const float* rows, int64_t count, int64_t inputs, float* to);
+
+// TOGETHER panels of an unquantized matrix, woven; valid until the thread's next call.
+const Floats* woven_panels(const Weights& weights, int64_t panel);
+
+// Products with `count` rows, at most `weights.pass(count)`, without the bias: of a panel, or of TOGETHER woven ones.
+void multiply_blocks(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums);
+void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, Floats* sums);
+void multiply_woven(const Floats* panels, int64_t inputs, const float* x, int64_t count, Floats* sums);
+
+// The products of `x.panels()` panels and rows `first` to `last`, passed to `sink(row, panel, sums)`.
 template <class Sink>
-INLINE void with_panel(const Weights& weights, int64_t panel, const Block* x, int64_t first, int64_t last,
-                       Sink&& sink) {
-  Floats sums[MOST];
-  for (int64_t row = first; row < last; row += MOST) {
-    const int64_t count = std::min<int64_t>(MOST, last - row);
-    multiply_panel(weights, panel, x + blocks_of(row, weights.blocks()), count, sums);
-    for (int64_t m = 0; m < count; m++) sink(row + m, sums[m]);
+INLINE void with_panels(const Weights& weights, int64_t panel, const Rows& x, int64_t first, int64_t last,
+                        Sink&& sink) {
+  constexpr int LARGEST = std::max(MOST, MOST_WOVEN * TOGETHER);
+  Floats sums[LARGEST];
+  const int64_t some = x.panels(), stop = std::min(weights.panels(), panel + some);
+  const Floats* woven = x.woven ? woven_panels(weights, panel) : nullptr;
+  for (int64_t row = first, count; row < last; row += count) {
+    count = weights.pass(last - row, x.woven);
+    const float* numbers = x.numbers + row * weights.inputs;
+    if (woven) {
+      multiply_woven(woven, weights.inputs, numbers, count, sums);
+    } else if (weights.quantized()) {
+      multiply_blocks(weights, panel, x.blocks + blocks_of(row, weights.blocks()), count, sums);
+    } else {
+      multiply_numbers(weights, panel, numbers, count, sums);
+    }
+    for (int64_t m = 0; m < count; m++) {
+      for (int64_t one = panel; one < stop; one++) {
+        const Floats& found = sums[m * some + one - panel];
+        sink(row + m, one, weights.bias ? found + load<Floats>(weights.bias + one * LANES) : found);
+      }
+    }
   }
-}
-
-// How many rows of this many blocks stay in the cache.
-INLINE int64_t tile_of(int64_t blocks) {
-  return std::max<int64_t>(1, TILE * 2 / int64_t(sizeof(Block)) / blocks / MOST) * MOST;
 }
 
 // Quantize 32 values of a row to 8 bits.

@@ -1,6 +1,6 @@
-"""Packed weights on a CPU: matrices in GGUF's block formats, and modules that compute with them.
+"""Packed weights on a CPU: matrices in GGUF's formats, and modules that compute with them.
 
-`packed.cpp` has the matrix products, `packed.h` the layout of a matrix. The library does not link to torch, and is
+`packed.cpp` and `numbers.cpp` have the matrix products, `packed.h` the layout of a matrix. The library does not link to torch, and is
 called by ctypes; the system's C++ compiler builds it at first use.
 """
 
@@ -22,13 +22,19 @@ from ..errors import InputError
 from . import products
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "packed.cpp", HERE / "layers.cpp")
+SOURCES = (HERE / "packed.cpp", HERE / "numbers.cpp", HERE / "layers.cpp")
 HEADERS = (HERE / "lanes.h", HERE / "packed.h", HERE / "team.h")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
 LANES = 16  # outputs of a panel
 BLOCK = 32  # inputs that share a scale
 Q8, Q4 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1
 FORMATS = tuple(GGMLQuantizationType[f"Q{name}"] for name in ("4_0", "4_1", "5_0", "5_1", "8_0", "4_K", "5_K", "6_K"))
+NUMBERS = {
+    torch.float32: GGMLQuantizationType.F32,
+    torch.float16: GGMLQuantizationType.F16,
+    torch.bfloat16: GGMLQuantizationType.BF16,
+}
+"""Formats of unquantized matrices, which are rows of numbers."""
 
 
 class Weights(ctypes.Structure):

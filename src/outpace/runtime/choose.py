@@ -10,15 +10,17 @@ import torch
 from ..errors import InputError, OutpaceError, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
 from ..models.launching import fetches_tiles
+from ..models.products import compiler
 from .exact import ExactEngine
 from .graphs import MEMORY, GraphEngine
 from .plain import Engine
 
 RUNTIMES = {
-    "auto": "graphs where they work, otherwise plain",
+    "auto": "the fastest that works: graphs or native, otherwise plain",
     "plain": "ordinary forward passes",
     "compiled": "forward passes of compiled layers; the first step takes some seconds",
     "graphs": "CUDA graphs of compiled layers, joined weights, attention by slot lists",
+    "native": "a forward pass in one call of C++ code, on a CPU in float32; always exact",
 }
 EXACT_ROWS = 128  # the most rows of a forward pass in exact mode, on GPUs with tensor descriptors (TMA)
 FEW_EXACT_ROWS = 32  # the same on other GPUs
@@ -47,6 +49,14 @@ def engine_for(
         raise UnknownNameError("runtime", runtime, RUNTIMES)
     if getattr(model, "packed", False):
         return _packed(model, runtime, exact)
+    if runtime in ("auto", "native") and model.device.type == "cpu":
+        found = _native(model)
+        if isinstance(found, ExactEngine):
+            return found
+        if runtime == "native":
+            raise InputError(f"runtime='native' cannot be used: {found}. Use runtime='plain'.")
+    elif runtime == "native":
+        raise InputError(f"runtime='native' is for CPUs, and the model is on {model.device.type}. Use runtime='auto'.")
     if exact and model.device.type == "cpu":
         return _exact_on_cpu(model, runtime)
     obstacle = _obstacle(model)
@@ -155,23 +165,44 @@ def _exact_engine(model: Any, rows: int, memory: float) -> GraphEngine:
     return engine
 
 
+def _native(model: Any) -> ExactEngine | str:
+    """An engine whose forward passes are one call of C++ code; if the model does not allow it, why not."""
+    if not hasattr(model, "compute_natively"):
+        return "the model is no model of transformers"
+    if model.dtype != torch.float32:
+        return f"it computes in float32, and the model is in {str(model.dtype).removeprefix('torch.')}"
+    if compiler() is None:
+        return "it needs a C++ compiler (g++ or clang++), and there is none"
+    if not model.compute_natively():
+        return f"the C++ code has no layers like those of {model.name}"
+    engine = ExactEngine(model, "native")
+    if engine.is_exact():
+        return engine
+    model.unfuse()
+    return f"{model.name}: a row has other bits in a draft tree than alone"
+
+
 def _packed(model: Any, runtime: str, exact: bool | None) -> Engine:
     """With packed weights exact mode is always on if possible: it costs nothing."""
-    if runtime not in ("auto", "plain"):
-        raise InputError(f"packed weights need runtime='plain', not {runtime!r}.")
-    try:
-        engine: Engine = _exact_on_cpu(model, "plain", packed=True)
-    except UnsupportedModel:
-        if exact:
-            raise
-        engine = Engine(model)
+    if runtime not in ("auto", "plain", "native"):
+        raise InputError(f"packed weights need runtime='auto', not {runtime!r}.")
+    engine: Engine | str = _native(model)
+    if isinstance(engine, str):
+        if runtime == "native":
+            raise InputError(f"runtime='native' cannot be used: {engine}. Use runtime='auto'.")
+        try:
+            engine = _exact_on_cpu(model, "plain")
+        except UnsupportedModel:
+            if exact:
+                raise
+            engine = Engine(model)
     engine.name = "packed"
     return engine
 
 
-def _exact_on_cpu(model: Any, runtime: str, packed: bool = False) -> ExactEngine:
+def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
     if runtime not in ("auto", "plain", "compiled"):
-        raise InputError(f"on a CPU exact mode needs runtime='plain' or 'compiled', not {runtime!r}.")
+        raise InputError(f"on a CPU exact mode needs runtime='auto', 'plain' or 'compiled', not {runtime!r}.")
     if model.dtype != torch.float32:
         name = str(model.dtype).removeprefix("torch.")
         raise InputError(f"on a CPU exact mode needs float32, and {model.name} is in {name}. Use dtype='float32'.")
@@ -179,11 +210,9 @@ def _exact_on_cpu(model: Any, runtime: str, packed: bool = False) -> ExactEngine
         raise UnsupportedModel(f"{model.name} has attention that exact mode does not support. Use exact=False.")
     _fuse(model)
     model.compute_exactly()
-    if packed:
-        model.compute_packed()
     if runtime == "compiled":
         model.compile_layers()
-    engine = ExactEngine(model, compiled=runtime == "compiled")
+    engine = ExactEngine(model, "exact", compiled=runtime == "compiled")
     try:
         if not engine.is_exact():
             raise UnsupportedModel(

@@ -19,9 +19,9 @@ class ExactEngine(Engine):
 
     exact = True
 
-    def __init__(self, model: Model, compiled: bool = False) -> None:
+    def __init__(self, model: Model, name: str, compiled: bool = False) -> None:
         super().__init__(model, compiled)
-        self.name = "exact, compiled" if compiled else "exact"
+        self.name = f"{name}, compiled" if compiled else name
 
     def is_exact(self) -> bool:
         """Whether rows have the same bits in a draft tree, one by one, and in a batch, tested on this model."""

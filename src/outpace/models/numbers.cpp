@@ -1,0 +1,162 @@
+// Products of rows and unquantized matrices, which stay as torch stores them: output by output, in float32 or 16 bits.
+//
+// A product of a row and an output always has the same order of summation: a sum for each of 16 lanes, over the inputs
+// in order, and then the lanes, as `total` adds them. There are two ways to compute it:
+//
+// - A few rows: weights are read in place, and each once for several rows. Memory bandwidth is the limit, so a few rows
+//   cost little more than one.
+// - Many rows: arithmetic is the limit, so no sum may cross lanes. Panels of weights and rows are woven: inputs are in
+//   the order of their lanes (0, 16, 32, ..., 1, 17, ...), and for each the outputs of a panel, or MOST_WOVEN rows, are
+//   neighbours. After the inputs of each lane sums are set aside, and added in the end as `total` does.
+
+#include <vector>
+
+#include "packed.h"
+
+namespace outpace {
+namespace {
+
+constexpr int OUTPUTS = NATIVE == 64 ? 4 : 2;  // at a time: their sums with MOST_NUMBERS rows fit into the registers
+constexpr int PARTS = LANES / PART, LINE = 64;
+
+struct Half {
+  uint8_t bytes[2];
+};
+struct Brain {  // bfloat16: the first half of a float32
+  uint8_t bytes[2];
+};
+
+INLINE FloatPart read(const float* from) { return load<FloatPart>(from); }
+INLINE FloatPart read(const Half* from) { return from_halves(from->bytes); }
+INLINE FloatPart read(const Brain* from) { return from_brains(from->bytes); }
+
+template <class Use>
+INLINE void by_number(int64_t type, Use use) {
+  if (type == F32) return use(float());
+  if (type == F16) return use(Half());
+  use(Brain());
+}
+
+// A panel's products with M rows. Outputs beyond the matrix are those of the last one.
+template <class Number, int M>
+void multiply(const Weights& weights, int64_t panel, const float* x, Floats* sums) {
+  const int64_t inputs = weights.inputs, last = weights.outputs - 1;
+  const auto* all = reinterpret_cast<const Number*>(weights.cells);
+  for (int64_t first = 0; first < LANES; first += OUTPUTS) {
+    const Number *from[OUTPUTS], *next[OUTPUTS];
+    for (int n = 0; n < OUTPUTS; n++) {
+      from[n] = all + std::min(last, panel * LANES + first + n) * inputs;
+      next[n] = all + std::min(last, panel * LANES + first + n + OUTPUTS) * inputs;
+    }
+    FloatPart found[PARTS][OUTPUTS][M] = {};
+    for (int64_t k = 0; k < inputs; k += LANES) {
+      if (k * int64_t(sizeof(Number)) % LINE == 0) {
+        UNROLL for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(next[n] + k);
+      }
+      UNROLL for (int part = 0; part < PARTS; part++) {
+        FloatPart factors[OUTPUTS];
+        UNROLL for (int n = 0; n < OUTPUTS; n++) factors[n] = read(from[n] + k + part * PART);
+        UNROLL for (int m = 0; m < M; m++) {
+          const FloatPart value = load<FloatPart>(x + m * inputs + k + part * PART);
+          UNROLL for (int n = 0; n < OUTPUTS; n++) found[part][n][m] = fused(factors[n], value, found[part][n][m]);
+        }
+      }
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+      UNROLL for (int n = 0; n < OUTPUTS; n++) {
+        FloatPart lanes[PARTS];
+        UNROLL for (int part = 0; part < PARTS; part++) lanes[part] = found[part][n][m];
+        reinterpret_cast<float*>(sums + m)[first + n] = total(load<Floats>(lanes));
+      }
+    }
+  }
+}
+
+// The products of the first M of MOST_WOVEN woven rows and TOGETHER woven panels.
+template <int M>
+void multiply_woven(const Floats* panels, int64_t inputs, const float* x, Floats* sums) {
+  constexpr int ALL = PARTS * TOGETHER, SUMS = M * TOGETHER;
+  const int64_t each = inputs / LANES;
+  Floats lanes[LANES][SUMS];
+  for (int lane = 0; lane < LANES; lane++) {
+    const float* factors = reinterpret_cast<const float*>(panels + lane * each * TOGETHER);
+    const float* values = x + lane * each * MOST_WOVEN;
+    FloatPart found[M][ALL] = {};
+    for (int64_t k = 0; k < each; k++) {
+      FloatPart factor[ALL];
+      UNROLL for (int part = 0; part < ALL; part++) factor[part] = load<FloatPart>(factors + (k * ALL + part) * PART);
+      UNROLL for (int m = 0; m < M; m++) {
+        const FloatPart value = filled<FloatPart>(values[k * MOST_WOVEN + m]);
+        UNROLL for (int part = 0; part < ALL; part++) found[m][part] = fused(factor[part], value, found[m][part]);
+      }
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+      UNROLL for (int part = 0; part < ALL; part++)
+        store(reinterpret_cast<float*>(&lanes[lane][m * TOGETHER]) + part * PART, found[m][part]);
+    }
+  }
+  for (int sum = 0; sum < SUMS; sum++) {
+    for (int half = LANES / 2; half; half /= 2)
+      for (int lane = 0; lane < half; lane++) lanes[lane][sum] = lanes[lane][sum] + lanes[lane + half][sum];
+    sums[sum] = lanes[0][sum];
+  }
+}
+
+// Call `use` with `count`, 1 to MOST, as a compile-time constant.
+template <int MOST, class Use>
+INLINE void by_count(int64_t count, Use use) {
+  if constexpr (MOST > 1) {
+    if (count < MOST) return by_count<MOST - 1>(count, use);
+  }
+  use(std::integral_constant<int, MOST>());
+}
+
+}  // namespace
+
+void weave(const float* rows, int64_t count, int64_t inputs, float* to) {
+  const int64_t each = inputs / LANES;
+  for (int64_t k = 0; k < each; k++)
+    for (int lane = 0; lane < LANES; lane++)
+      for (int64_t m = 0; m < count; m++)
+        to[(lane * each + k) * MOST_WOVEN + m] = rows[m * inputs + k * LANES + lane];
+}
+
+const Floats* woven_panels(const Weights& weights, int64_t panel) {
+  static thread_local std::vector<Floats> woven;
+  const int64_t inputs = weights.inputs, each = inputs / LANES, last = weights.outputs - 1;
+  if (int64_t(woven.size()) < inputs * TOGETHER) woven.resize(inputs * TOGETHER);
+  float* to = reinterpret_cast<float*>(woven.data());
+  by_number(weights.type, [&](auto number) {
+    const auto* all = reinterpret_cast<const decltype(number)*>(weights.cells);
+    for (int64_t k = 0; k < inputs; k += PART) {
+      for (int first = 0; first < LANES * TOGETHER; first += PART) {
+        FloatPart rows[PART];
+        UNROLL for (int n = 0; n < PART; n++)
+          rows[n] = read(all + std::min(last, panel * LANES + first + n) * inputs + k);
+        transpose(rows);
+        UNROLL for (int n = 0; n < PART; n++)
+          store(to + (((k + n) % LANES) * each + (k + n) / LANES) * LANES * TOGETHER + first, rows[n]);
+      }
+    }
+  });
+  return woven.data();
+}
+
+void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, Floats* sums) {
+  by_number(weights.type, [&](auto number) {
+    by_count<MOST_NUMBERS>(count, [&](auto m) { multiply<decltype(number), m>(weights, panel, x, sums); });
+  });
+}
+
+void multiply_woven(const Floats* panels, int64_t inputs, const float* x, int64_t count, Floats* sums) {
+  by_count<MOST_WOVEN>(count, [&](auto m) { multiply_woven<m>(panels, inputs, x, sums); });
+}
+
+void read_numbers(const Weights& weights, int64_t output, float scale, float* to) {
+  by_number(weights.type, [&](auto number) {
+    const auto* from = reinterpret_cast<const decltype(number)*>(weights.cells) + output * weights.inputs;
+    for (int64_t at = 0; at < weights.inputs; at += PART) store(to + at, read(from + at) * scale);
+  });
+}
+
+}  // namespace outpace
