@@ -20,15 +20,17 @@ def random_rows(kind: Kind, rows: int, inputs: int, seed: int = 0) -> np.ndarray
     random = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = random.integers(0, 256, (rows, inputs // block, size), dtype=np.uint8)
-    places = {Kind.Q6_K: (208,), Kind.Q4_0: (0,), Kind.Q5_0: (0,), Kind.Q8_0: (0,)}.get(kind, (0, 2))
+    places = {Kind.Q6_K: (208,), Kind.Q4_0: (0,), Kind.Q5_0: (0,), Kind.Q8_0: (0,), Kind.IQ4_NL: (0,)}.get(kind, (0, 2))
     for place in places:
         scales = random.normal(0, 0.01, (rows, inputs // block, 1)).astype(np.float16)
         raw[:, :, place : place + 2] = scales.view(np.uint8)
     return raw.reshape(rows, -1)
 
 
-def write(path: Path, architecture: str = "llama", kind: Kind = Kind.Q4_1, tied: bool = True) -> Path:
-    """A file with random weights."""
+def write(
+    path: Path, architecture: str = "llama", kind: Kind = Kind.Q4_1, tied: bool = True, mixed: Kind | None = None
+) -> Path:
+    """A file with random weights. `mixed`: the output head's type, if it has weights of its own."""
     random = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, architecture)
     width, inner, layers = SIZES["width"], SIZES["inner"], SIZES["layers"]
@@ -54,14 +56,16 @@ def write(path: Path, architecture: str = "llama", kind: Kind = Kind.Q4_1, tied:
 
     def matrix(name: str, outputs: int, inputs: int, how: Kind = kind) -> None:
         values = random.normal(0, 0.3, (outputs, inputs)).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", quants.quantize(values, how), raw_dtype=how)
+        rows = random_rows(how, outputs, inputs) if how == Kind.IQ4_NL else quants.quantize(values, how)
+        writer.add_tensor(f"{name}.weight", rows, raw_dtype=how)
 
     def vector(name: str, size: int, middle: float) -> None:
         writer.add_tensor(name, (middle + random.normal(0, 0.1, size)).astype(np.float32))
 
-    matrix("token_embd", VOCABULARY, width, Kind.Q8_0)
+    ends = kind if kind in (Kind.F32, Kind.F16, Kind.BF16) else Kind.Q8_0
+    matrix("token_embd", VOCABULARY, width, ends)
     if not tied:
-        matrix("output", VOCABULARY, width, Kind.Q8_0)
+        matrix("output", VOCABULARY, width, ends if mixed is None else mixed)
     vector("output_norm.weight", width, 1)
     for layer in range(layers):
         block = f"blk.{layer}."

@@ -260,7 +260,7 @@ def test_models_that_it_cannot_compute_are_refused_and_left_as_they_were(name: s
     [
         (torch.bfloat16, "auto", "is in bfloat16. Use dtype='float32'"),
         (torch.float64, "auto", "is in float64"),
-        (torch.float32, "graphs", "needs runtime='plain' or 'compiled', not 'graphs'"),
+        (torch.float32, "graphs", "needs runtime='auto', 'native', 'plain' or 'compiled', not 'graphs'"),
     ],
 )
 def test_what_cannot_be_exact_is_named(dtype: torch.dtype, runtime: str, words: str) -> None:

@@ -82,11 +82,8 @@ def test_the_fastest_dtype_is_measured(quicker: torch.dtype, monkeypatch: pytest
 def test_an_embedded_model_stays_packed_to_write_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     embedded = loading.bundled.NAMES[0]
     assert loading.usual_weights(embedded, None, "cpu", "auto") == loading.PACKED
-    for name, dtype, runtime in (
-        ("owner/other", None, "auto"),
-        (embedded, "float32", "auto"),
-        (embedded, None, "compiled"),
-    ):
+    assert loading.usual_weights("owner/other", None, "cpu", "auto") == loading.NARROW
+    for name, dtype, runtime in ((embedded, "float32", "auto"), (embedded, None, "compiled"), ("o/o", None, "plain")):
         assert loading.usual_weights(name, dtype, "cpu", runtime) is None
     monkeypatch.setattr(loading.products, "compiler", lambda: None)
     assert loading.usual_weights(embedded, None, "cpu", "auto") is None

@@ -47,12 +47,12 @@ METHODS: dict[str, Method] = {
 }
 
 
-def methods_for(name: str) -> dict[str, Method]:
+def methods_for(name: str, **changes: Any) -> dict[str, Method]:
     """All of them for one model: with random heads, which guess wrong, and with exits by its own output head."""
-    model = tiny(name)
+    model = tiny(name, **changes)
     return {
         **METHODS,
-        "draft": DraftModel(model=tiny(name, seed=5), length=3),
+        "draft": DraftModel(model=tiny(name, seed=5, **changes), length=3),
         "medusa": Medusa(heads=random_heads("medusa", model), rows=8),
         "hydra": Hydra(heads=random_heads("hydra", model), rows=8),
         "amphista": Amphista(heads=random_heads("amphista", model), rows=8),

@@ -291,10 +291,32 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_matrices_of_other_types_are_rounded_and_said(tmp_path: Path) -> None:
-    path = write(tmp_path / "tiny.gguf", kind=Kind.F16)
-    with pytest.warns(OutpaceWarning, match="F16 are quantized to Q8_0"):
+    path = write(tmp_path / "tiny.gguf", kind=Kind.IQ4_NL)
+    with pytest.warns(OutpaceWarning, match="IQ4_NL are quantized to Q8_0"):
         model, _ = read(path)
     assert model.model.layers[0].mlp.up_proj.matrix.kind == Kind.Q8_0
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+def test_unquantized_matrices_of_a_file_stay_as_they_are(kind: Kind, tmp_path: Path) -> None:
+    model, theirs = read(write(tmp_path / "tiny.gguf", kind=kind))
+    for place, module in model.named_modules():
+        if isinstance(module, PackedLinear | PackedEmbedding):
+            assert module.matrix.kind == kind
+            assert torch.equal(module.weight, theirs.get_submodule(place).weight)
+    decoder = Decoder(model, method="autoregressive")
+    assert decoder.engine.name == "native"
+    _check_methods(decoder)
+
+
+@pytest.mark.parametrize(("kind", "head"), [(Kind.Q4_1, Kind.F16), (Kind.F16, Kind.Q8_0)])
+def test_quantized_and_unquantized_matrices_go_together(kind: Kind, head: Kind, tmp_path: Path) -> None:
+    model, _ = read(write(tmp_path / "tiny.gguf", kind=kind, tied=False, mixed=head))
+    assert model.lm_head.matrix.kind == head
+    decoder = Decoder(model, method="autoregressive")
+    assert decoder.engine.name == "packed"
+    assert decoder.model._stack is not None  # type: ignore[attr-defined]
+    _check_methods(decoder)
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path, files: dict[str, Path]) -> None:
@@ -307,7 +329,7 @@ def test_what_cannot_be_asked_for(tmp_path: Path, files: dict[str, Path]) -> Non
     with pytest.raises(InputError, match="loaded by name"):
         outpace.load(tiny("Llama"), weights="q8")
     model, _ = read(files["llama"])
-    with pytest.raises(InputError, match="need runtime='plain'"):
+    with pytest.raises(InputError, match="need runtime='auto'"):
         Decoder(model, runtime="compiled")
 
 

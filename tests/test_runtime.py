@@ -343,7 +343,7 @@ def test_quantized_weights_stay_as_they_are() -> None:
     [
         ({"runtime": "grafs"}, UnknownNameError, "Did you mean 'graphs'"),
         ({"runtime": "graphs"}, InputError, "the model is on cpu"),
-        ({"exact": True, "runtime": "graphs"}, InputError, "on a CPU exact mode needs runtime='plain'"),
+        ({"exact": True, "runtime": "graphs"}, InputError, "on a CPU exact mode needs runtime='auto'"),
     ],
 )
 def test_what_a_machine_cannot_do_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:

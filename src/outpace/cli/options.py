@@ -42,9 +42,10 @@ Dtype = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        metavar="packed|q8|q4|float32",
-        help="On a CPU. packed: as in the GGUF file; q8, q4: rounded to 8 or 4 bits at load; float32: not quantized. "
-        "Default: packed for *.gguf, and for embedded models in generate, chat and serve.",
+        metavar="packed|narrow|q8|q4|float32",
+        help="On a CPU. packed: as in the GGUF file; narrow: unquantized, in 16 bits where these hold all numbers; "
+        "q8, q4: rounded to 8 or 4 bits at load; float32: not quantized. Default: packed for *.gguf; in generate, chat "
+        "and serve also for embedded models, and narrow for others; else float32.",
         show_default=False,
     ),
 ]
@@ -52,7 +53,8 @@ Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one
 Runtime = Annotated[
     str,
     typer.Option(
-        metavar="auto|plain|compiled|graphs", help="How forward passes run. auto: graphs on CUDA, else plain."
+        metavar="auto|plain|compiled|graphs|native",
+        help="How forward passes run. auto: graphs on CUDA, native on a CPU, else plain.",
     ),
 ]
 Exact = Annotated[
@@ -68,7 +70,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, witho
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-RUNTIMES = ("auto", "plain", "compiled", "graphs")
+RUNTIMES = ("auto", "plain", "compiled", "graphs", "native")
 
 
 def method_names() -> list[str]:

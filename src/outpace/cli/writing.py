@@ -209,7 +209,7 @@ def verify(
     found = read_trace(trace)
     runtime = found.about.get("runtime", "")
     same_kind = found.about.get("kind") == resolve_device(device).type  # other devices have other bits
-    exact = runtime.startswith("exact") and same_kind
+    exact = runtime.startswith(("exact", "native")) and same_kind
     how = "compiled" if exact and runtime.endswith("compiled") else "auto" if exact else "plain"
     name = model or found.model
     if weights is None and name == found.model:

@@ -152,7 +152,7 @@ def _have_read(method: Method, sequence: Text) -> bool:
 
 def _found(model: Model) -> Ready | None:
     """Installed heads for the model; on a GPU preferably block's, which predict further."""
-    if getattr(model, "packed", False):  # with packed weights, heads would take as long as a step
+    if getattr(model, "quantized", False):  # heads in float32 would take as long as a step
         return None
     kinds = ("block", "amphista") if model.device.type == "cuda" else ("amphista", "block")
     try:

@@ -34,7 +34,7 @@ class Checks:
         self._original = original
         self._traits = traits
         self._kind = type(original).__name__
-        self._rough = target.packed or torch.finfo(target.dtype).bits == 16  # whether rounding shows in logits
+        self._rough = target.quantized or torch.finfo(target.dtype).bits == 16  # whether rounding shows in logits
 
     def paths(self) -> None:
         """A small tree must have the same logits as its paths computed alone."""

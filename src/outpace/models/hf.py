@@ -25,7 +25,7 @@ from .exact import ExactFunctions, Seen, seen_by
 from .fusing import Fusion
 from .layers import Angles, Stack, Unusual
 from .mirror import ATTENTION, Control, FixedCache, Mask, Mirror, Outside, PoolCache, Probe, with_gates
-from .packed import is_packed
+from .packed import is_packed, is_quantized
 from .products import Products
 from .products import load as load_operators
 from .traits import Traits
@@ -56,6 +56,7 @@ class HFModel:
         self.lists = traits.lists
         self.kept: tuple[int, ...] = ()
         self.packed = is_packed(model)
+        self.quantized = is_quantized(model)
 
         self._mirror = Mirror(ATTENTION if traits.own_attention else traits.dense_attention).of(model)
         self._control = Control(self.layers)
@@ -78,7 +79,7 @@ class HFModel:
         checks = Checks(self, model, self._traits)
         checks.masks()
         self.lists = self.lists and self._passes_lists()
-        if self.packed and self.lists:  # states are rounded to 8 bits, which magnifies any other difference
+        if self.quantized and self.lists:  # states are rounded to 8 bits, which magnifies any other difference
             self.compute_exactly()
             try:
                 checks.paths()

@@ -283,7 +283,7 @@ class Walk {
         store(to + row * stride + at, load<Floats>(to + row * stride + at) / tile[row].sum);
   }
 
-  // Call `use(row, first, last)` until every row has all that it attends to: in order, and rows in turn where they share.
+  // Call `use(row, first, last)` until every row has all that it attends to: in order, and in turn where rows share it.
   template <class Use>
   static void in_parts(const std::vector<Seen>& tile, int64_t shared, Use&& use) {
     for (int64_t first = 0; first < shared; first += KEYS)

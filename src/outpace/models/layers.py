@@ -113,13 +113,10 @@ class Stack:
         self._pool: tuple[Any, ...] = ()  # the pool's storage, and the pointers to it
 
     def _layer(self, layer: Any, kind: str, window: int) -> _Layer:
-        parts, attention, mlp = set(layer._modules), layer.self_attn, layer.mlp
-        around = parts == LAYER | AROUND
-        if not (around or parts == LAYER) or set(mlp._modules) != MLP:
-            raise Unusual(f"a layer of {sorted(parts)}")
-        normed = set(attention._modules) == ATTENTION | NORMED
-        if not normed and set(attention._modules) != ATTENTION:
-            raise Unusual(f"attention of {sorted(attention._modules)}")
+        if not has_common_form(layer):
+            raise Unusual(f"a layer of {sorted(layer._modules)}")
+        attention, mlp = layer.self_attn, layer.mlp
+        around, normed = {*layer._modules} >= AROUND, {*attention._modules} >= NORMED
         linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
         linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         matrices = [self._weights(part) for part in linear]
@@ -175,7 +172,7 @@ class Stack:
     def _numbers(self, module: nn.Module, name: str, padded: bool = False) -> int:
         """The pointer to a weight in float32. `padded`: C++ reads whole panels of it."""
         weight = module._parameters[name]
-        if not _is_readable(weight) or (padded and weight.numel() % LANES):
+        if weight is None or not _is_readable(weight) or (padded and weight.numel() % LANES):
             raise Unusual(f"a weight of {type(module).__name__}")
         self._live.append((module, name))
         self._kept.append(weight.detach())
@@ -266,19 +263,23 @@ class Stack:
             return _near(other.logits, one.logits, rounding)
 
 
+def has_common_form(layer: Any) -> bool:
+    """Whether a decoder layer has the parts that layers.cpp computes, by their names."""
+    parts = layer._modules
+    return (
+        parts.keys() in (LAYER, LAYER | AROUND)
+        and parts["self_attn"]._modules.keys() in (ATTENTION, ATTENTION | NORMED)
+        and parts["mlp"]._modules.keys() == MLP
+    )
+
+
 def _near(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:
     return bool((found - expected).norm() <= rounding * expected.norm())
 
 
-def _is_readable(weight: Any) -> bool:
+def _is_readable(weight: torch.Tensor) -> bool:
     """Whether C++ can read a weight in place: plain numbers in float32, one after the other."""
-    return (
-        isinstance(weight, torch.Tensor)
-        and is_plain(weight)
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and weight.is_contiguous()
-    )
+    return is_plain(weight) and weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 def _activation(function: Any) -> int:

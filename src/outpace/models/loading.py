@@ -24,9 +24,10 @@ from .hf import HFModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FASTEST = "fastest"
-PACKED = "packed"
+PACKED, NARROW = "packed", "narrow"
 WEIGHTS = {
     PACKED: "quantized as in the GGUF file; the default for such files on a CPU",
+    NARROW: "unquantized; matrices that 16 bits hold exactly are kept in 16 bits, on a CPU",
     "q8": "rounded to 8 bits, on a CPU",
     "q4": "rounded to 4 bits, on a CPU",
     "float32": "unquantized, in the model's dtype; the default otherwise",
@@ -52,7 +53,7 @@ def load(
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
     packs = place.type == "cpu" and kind == torch.float32
-    if weights in (PACKED, *packing.KINDS) and not packs:
+    if weights in (PACKED, NARROW, *packing.KINDS) and not packs:
         raise InputError(
             f"weights={weights!r} are for CPUs in float32. Leave out device and dtype, or leave out weights."
         )
@@ -65,22 +66,27 @@ def load(
     file = _gguf(name, weights)
     if file is None:
         loaded = _load_numbers(name, kind, place)
-    elif weights == PACKED or (weights is None and packs):
+    elif weights == PACKED or (weights in (None, NARROW) and packs):
         return _load_packed(name, file)
     else:
         loaded = _load_unpacked(file, kind, place)
     if weights in packing.KINDS:
         packing.round_weights(loaded.model, weights)
+    elif weights == NARROW and not hasattr(loaded.model, "peft_config"):  # adapters are switched and merged by torch
+        packing.narrow_weights(loaded.model)
     return loaded
 
 
 def usual_weights(name: str, dtype: str | None, device: str | None, runtime: str) -> str | None:
-    """The default weights: on a CPU those of an embedded model stay packed, which is several times as fast.
+    """The default weights to generate with on a CPU: packed for embedded models, narrow for others.
 
-    Benchmarks and training load full precision, as transformers does.
+    That is several times as fast. Benchmarks and training load full precision, as transformers does.
     """
-    plain = dtype is None and runtime == "auto" and products.compiler() is not None
-    return PACKED if plain and name in bundled.NAMES and resolve_device(device).type == "cpu" else None
+    if dtype is not None or runtime not in ("auto", "native") or products.compiler() is None:
+        return None
+    if resolve_device(device).type != "cpu":
+        return None
+    return PACKED if name in bundled.NAMES else NARROW
 
 
 def _gguf(name: str, weights: str | None) -> File | None:

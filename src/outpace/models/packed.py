@@ -1,7 +1,7 @@
 """Packed weights on a CPU: matrices in GGUF's formats, and modules that compute with them.
 
-`packed.cpp` and `numbers.cpp` have the matrix products, `packed.h` the layout of a matrix. The library does not link to torch, and is
-called by ctypes; the system's C++ compiler builds it at first use.
+`packed.cpp` and `numbers.cpp` have the matrix products, `packed.h` the layout of a matrix. The library does not link to
+torch, and is called by ctypes; the system's C++ compiler builds it at first use.
 """
 
 from __future__ import annotations
@@ -73,16 +73,25 @@ class Matrix:
     ) -> None:
         block, size = GGML_QUANT_SIZES[kind]
         self.kind = kind
-        self.outputs, self.inputs = len(raw), raw.shape[1] // size * block
+        self.outputs, self.inputs = len(raw), raw.view(np.uint8).shape[1] // size * block
         needed = library().packed_bytes(kind, self.outputs, self.inputs)
         if not needed:
             raise InputError(f"there are no packed products of type {kind.name} with {self.inputs} inputs.")
         self.cells = torch.zeros(needed, dtype=torch.uint8)
-        raw = np.ascontiguousarray(raw)
+        raw = np.ascontiguousarray(raw).view(np.uint8)
         order = None if order is None else np.ascontiguousarray(order, np.int64)
         library().packed_fill(
             byref(self.weights()), raw.ctypes.data, None if order is None else order.ctypes.data, _threads()
         )
+
+    @classmethod
+    def over(cls, numbers: torch.Tensor) -> Matrix:
+        """Unquantized weights [outputs, inputs], in their memory."""
+        found = cls.__new__(cls)
+        numbers = numbers.detach().contiguous()
+        found.kind, (found.outputs, found.inputs) = NUMBERS[numbers.dtype], numbers.shape
+        found.cells = numbers.view(torch.uint8)
+        return found
 
     @classmethod
     def of(cls, numbers: torch.Tensor, kind: GGMLQuantizationType) -> Matrix:
@@ -173,6 +182,11 @@ class PackedEmbedding(nn.Module):
 def is_packed(model: nn.Module) -> bool:
     """Whether some of a model's weights are packed."""
     return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether some of a model's weights are packed and quantized."""
+    return any(isinstance(module, PackedLinear) and module.matrix.kind in FORMATS for module in model.modules())
 
 
 def _threads() -> int:

@@ -50,11 +50,11 @@ def engine_for(
     if getattr(model, "packed", False):
         return _packed(model, runtime, exact)
     if runtime in ("auto", "native") and model.device.type == "cpu":
-        found = _native(model)
-        if isinstance(found, ExactEngine):
-            return found
+        native = _native(model)
+        if isinstance(native, ExactEngine):
+            return native
         if runtime == "native":
-            raise InputError(f"runtime='native' cannot be used: {found}. Use runtime='plain'.")
+            raise InputError(f"runtime='native' cannot be used: {native}. Use runtime='plain'.")
     elif runtime == "native":
         raise InputError(f"runtime='native' is for CPUs, and the model is on {model.device.type}. Use runtime='auto'.")
     if exact and model.device.type == "cpu":
@@ -183,26 +183,30 @@ def _native(model: Any) -> ExactEngine | str:
 
 
 def _packed(model: Any, runtime: str, exact: bool | None) -> Engine:
-    """With packed weights exact mode is always on if possible: it costs nothing."""
+    """With quantized weights exact mode is always on if possible: it costs nothing."""
     if runtime not in ("auto", "plain", "native"):
         raise InputError(f"packed weights need runtime='auto', not {runtime!r}.")
-    engine: Engine | str = _native(model)
+    engine: Engine | str = (
+        "runtime='plain' was asked for" if runtime == "plain" and not model.quantized else _native(model)
+    )
     if isinstance(engine, str):
         if runtime == "native":
             raise InputError(f"runtime='native' cannot be used: {engine}. Use runtime='auto'.")
-        try:
-            engine = _exact_on_cpu(model, "plain")
-        except UnsupportedModel:
-            if exact:
-                raise
-            engine = Engine(model)
-    engine.name = "packed"
+        engine = Engine(model)
+        if exact or model.quantized:
+            try:
+                engine = _exact_on_cpu(model, "plain")
+            except UnsupportedModel:
+                if exact:
+                    raise
+    if model.quantized:
+        engine.name = "packed"
     return engine
 
 
 def _exact_on_cpu(model: Any, runtime: str) -> ExactEngine:
     if runtime not in ("auto", "plain", "compiled"):
-        raise InputError(f"on a CPU exact mode needs runtime='auto', 'plain' or 'compiled', not {runtime!r}.")
+        raise InputError(f"on a CPU exact mode needs runtime='auto', 'native', 'plain' or 'compiled', not {runtime!r}.")
     if model.dtype != torch.float32:
         name = str(model.dtype).removeprefix("torch.")
         raise InputError(f"on a CPU exact mode needs float32, and {model.name} is in {name}. Use dtype='float32'.")

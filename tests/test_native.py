@@ -1,0 +1,293 @@
+"""The native runtime: a forward pass in float32 is one call of C++. A row's bits do not depend on other rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from platform import machine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import outpace
+from outpace import Autoregressive, Decoder, InputError, Method, Sampling
+from outpace.models import packing
+from outpace.models.hf import HFModel
+from outpace.models.loading import load
+from outpace.models.packed import FLAGS, NUMBERS, Matrix, PackedEmbedding, PackedLinear, library
+from outpace.receipt import check
+from outpace.runtime import choose
+from outpace.runtime.choose import engine_for
+from outpace.trace import record
+
+from .models import examples, mostly_slow, tiny
+from .test_lossless import methods_for, prompt_of
+from .test_packed import saved
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text")
+KINDS = [pytest.param(dtype, id=kind.name) for dtype, kind in NUMBERS.items()]
+
+
+@pytest.fixture(params=[1, 2])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product(weights: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    found: torch.Tensor = PackedLinear(Matrix.over(weights), bias)(rows)
+    return found
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (37, 576), (100, 1088)])
+def test_products_are_those_of_the_numbers(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weights, bias = draw(outputs, inputs).to(dtype), draw(outputs, seed=7)
+    for count in (1, 11, 80):
+        rows = draw(count, inputs, seed=count)
+        expected = rows.double() @ weights.double().T + bias
+        torch.testing.assert_close(product(weights, rows, bias).double(), expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(product(weights, rows), product(weights.float(), rows))
+
+
+@examples(60)
+@given(
+    dtype=st.sampled_from(list(NUMBERS)),
+    outputs=st.integers(1, 70),
+    inputs=st.integers(1, 20).map(lambda lanes: 16 * lanes),
+    count=st.integers(1, 90),
+    data=st.data(),
+)
+def test_a_row_has_the_same_bits_beside_any_rows(
+    dtype: torch.dtype, outputs: int, inputs: int, count: int, data: st.DataObject
+) -> None:
+    """Few rows are computed in another way than many."""
+    weights, rows = draw(outputs, inputs).to(dtype), draw(count, inputs, seed=count)
+    whole = product(weights, rows)
+    start = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(start + 1, count))
+    assert torch.equal(product(weights, rows[start:stop]), whole[start:stop])
+    assert torch.equal(product(weights, rows[start : start + 1]), whole[start : start + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(
+    "extra",
+    [("-DPORTABLE", "-O1"), ("-mno-avx512f" if machine() == "x86_64" else "-march=armv8-a",)],
+    ids=["portable", "old"],
+)
+def test_other_instruction_sets_compute_the_same(
+    dtype: torch.dtype, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = draw(50, 544).to(dtype)
+    here = [product(weights, draw(count, 544)) for count in (1, 7, 40)]
+    there = library((*FLAGS, *extra))
+    monkeypatch.setattr("outpace.models.packed.library", lambda: there)
+    assert all(torch.equal(product(weights, draw(len(rows), 544)), rows) for rows in here)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_rows_of_a_matrix_are_its_numbers(dtype: torch.dtype) -> None:
+    weights = draw(20, 48).to(dtype)
+    matrix = Matrix.over(weights)
+    assert torch.equal(matrix.numbers, weights.float())
+    assert torch.equal(PackedEmbedding(matrix, 2.0)(torch.tensor([[3, 19]])), 2 * weights[[3, 19]].float()[None])
+
+
+def test_nan_stays_in_its_row() -> None:
+    rows = draw(40, 64)
+    rows[3, 40] = float("nan")
+    for some in (rows, rows[:5]):
+        found = product(draw(16, 64), some)
+        assert found[3].isnan().all()
+        assert not found[[0, 1, 2, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, quick=("Llama", "Qwen3", "Mistral", "Gemma3Text")))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_method_writes_the_text_of_torch(name: str, temperature: float) -> None:
+    model, prompt, sampling = tiny(name, **SIZES), prompt_of(3), Sampling(temperature=temperature, seed=5)
+    torchs = Decoder(model, method=Autoregressive(), runtime="plain")
+    native = Decoder(model, method=Autoregressive())
+    assert native.engine.name == "native"
+    assert native.engine.exact
+    options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 40}
+    expected = torchs.generate(prompt, **options).token_ids
+    for label, method in {"plain": Autoregressive(), **methods_for(name, **SIZES)}.items():
+        found = native.generate(prompt, method=native.prepare(method), **options).token_ids
+        assert found == expected, label
+    prompts: list[Any] = [prompt, prompt[::-1], prompt_of(4, 48), prompt[2:]]
+    alone = [native.generate(each, **options).token_ids for each in prompts]
+    methods: list[str | Method] = ["auto", "lookahead", "autoregressive", "prompt-lookup"]
+    together = native.generate(prompts, method=methods, **options)
+    assert [result.token_ids for result in together] == alone
+
+
+def test_the_prompt_has_the_same_bits_in_any_chunks() -> None:
+    text = prompt_of(1, 120)
+    engine = engine_for(HFModel(tiny("Mistral", **SIZES)), "native")
+    found = []
+    for chunk in (120, 1, 7, 33):
+        with engine.pool.sequence(text) as sequence:
+            logits = []
+            for start in range(0, len(text), chunk):
+                count = min(chunk, len(text) - start)
+                output = engine.model.forward(engine.pool, engine.pool.place_text(sequence, count), count)
+                logits.append(output.logits)
+        found.append(torch.cat(logits))
+    assert all(torch.equal(logits, found[0]) for logits in found[1:])
+
+
+def test_traces_are_checked_without_tolerance() -> None:
+    decoder = Decoder(tiny("Llama", **SIZES), method="lookahead")
+    prompt, sampling = prompt_of(2), Sampling()
+    steps = [*decoder.stream(prompt, sampling=sampling, max_new_tokens=20)]
+    receipt = check(decoder, record(decoder, decoder.method, prompt, steps, sampling=sampling, max_new_tokens=20))
+    assert receipt.passed
+    assert receipt.tolerance == 0
+
+
+def fresh(name: str = "Llama") -> Any:
+    return copy.deepcopy(tiny(name, **SIZES))
+
+
+def written(decoder: Decoder) -> list[int]:
+    return decoder.generate(prompt_of(6), max_new_tokens=24).token_ids
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "parameter", "norm"])
+def test_changed_weights_are_used(way: str) -> None:
+    model = fresh()
+    decoder = Decoder(model, method="autoregressive")
+    before = written(decoder)
+    layer = model.model.layers[1]
+    linear = layer.post_attention_layernorm if way == "norm" else layer.mlp.up_proj
+    with torch.no_grad():
+        if way == "data":
+            linear.weight.data = -linear.weight.data
+        elif way == "parameter":
+            linear.weight = nn.Parameter(-linear.weight)
+        else:
+            linear.weight.mul_(-1.5)
+    decoder.forget()
+    found = written(decoder)
+    assert found == written(Decoder(model, method="autoregressive", runtime="plain"))
+    assert found != before
+    assert decoder.engine.name == "native"
+
+
+def test_a_model_with_hooks_runs_in_torch() -> None:
+    model = fresh()
+    called: list[int] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: called.append(1))
+    decoder = Decoder(model, method="autoregressive")
+    assert decoder.engine.name == "plain"
+    written(decoder)
+    assert called
+    with pytest.raises(InputError, match="no layers like those"):
+        Decoder(model, runtime="native")
+
+
+def test_what_the_runtime_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="computes in float32, and the model is in float64"):
+        Decoder(tiny("Llama", dtype=torch.float64, **SIZES), runtime="native")
+    with pytest.raises(InputError, match="no layers like those"):
+        Decoder(tiny("GPT2"), runtime="native")
+    monkeypatch.setattr(choose, "compiler", lambda: None)
+    with pytest.raises(InputError, match=r"needs a C\+\+ compiler"):
+        Decoder(tiny("Llama", **SIZES), runtime="native")
+    assert Decoder(tiny("Llama", **SIZES)).engine.name == "plain"
+
+
+def test_an_engine_whose_bits_depend_on_the_batch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.runtime.exact.ExactEngine.is_exact", lambda engine: False)
+    decoder = Decoder(fresh(), method="autoregressive")
+    assert decoder.engine.name == "plain"
+    assert decoder.model._stack is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_that_fit_16_bits_are_kept_in_16(dtype: torch.dtype, tmp_path: Path) -> None:
+    with torch.no_grad():
+        model = fresh("Gemma3Text").to(dtype).float()
+    folder = saved("Llama", tmp_path)  # for its tokenizer
+    model.save_pretrained(folder)
+    narrow = outpace.load(folder, method="autoregressive")
+    full = outpace.load(folder, method="autoregressive", weights="float32")
+    kinds = {module.matrix.kind for module in _modules(narrow) if isinstance(module, PackedLinear | PackedEmbedding)}
+    assert kinds == {NUMBERS[dtype]}
+    assert not any(isinstance(module, nn.Linear) for module in _modules(narrow))
+    assert {narrow.engine.name, full.engine.name} == {"native"}
+    assert written(narrow) == written(full)
+    rows = prompt_of(5)
+    logits = [_logits(decoder, rows) for decoder in (narrow, full)]
+    assert torch.equal(*logits)
+
+
+def _modules(decoder: Decoder) -> Any:
+    return decoder._given.modules()
+
+
+def _logits(decoder: Decoder, text: list[int]) -> torch.Tensor:
+    engine = decoder.engine
+    with engine.pool.sequence(text) as sequence:
+        rows = engine.pool.place_text(sequence, len(text))
+        return engine.model.forward(engine.pool, rows, len(text)).logits
+
+
+def test_other_numbers_stay_in_32_bits() -> None:
+    model = packing.narrow_weights(fresh())
+    assert not any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules())
+    with torch.no_grad():
+        up = model.model.layers[0].mlp.up_proj
+        up.weight.copy_(up.weight.bfloat16())
+    packing.narrow_weights(model)
+    assert model.model.layers[0].mlp.up_proj.matrix.kind == Kind.BF16
+    assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
+    expected = Decoder(tiny("Llama", **SIZES), method="autoregressive")
+    assert written(Decoder(model, method="autoregressive")) != [] != written(expected)
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "Phi3"])
+def test_other_layers_stay_in_32_bits(name: str) -> None:
+    """torch is faster with those."""
+    model = copy.deepcopy(tiny(name, hidden_size=64)).bfloat16().float()
+    assert packing.narrow_weights(model) is model
+    assert not any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules())
+
+
+def test_narrow_layers_that_compute_something_else_run_in_torch() -> None:
+    model = copy.deepcopy(tiny("Granite", residual_multiplier=0.5, **SIZES)).bfloat16().float()
+    expected = written(Decoder(copy.deepcopy(model), method="autoregressive"))
+    decoder = Decoder(packing.narrow_weights(model), method="autoregressive")
+    assert decoder.engine.name == "plain"
+    assert any(isinstance(module, PackedLinear) for module in _modules(decoder))
+    assert written(decoder) == expected
+    assert written(Decoder(model, method="autoregressive", exact=True)) == expected
+
+
+def test_narrow_weights_are_for_cpus_in_float32(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="are for CPUs in float32"):
+        load(str(tmp_path), dtype="bfloat16", weights="narrow")
+
+
+def test_raw_rows_may_be_numbers_or_bytes() -> None:
+    numbers = np.random.default_rng(0).normal(size=(3, 32)).astype(np.float16)
+    for raw in (numbers, numbers.view(np.uint8)):
+        assert np.array_equal(Matrix(raw, Kind.F16).numbers.numpy(), numbers.astype(np.float32))
