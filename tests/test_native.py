@@ -18,6 +18,7 @@ from torch import nn
 
 import outpace
 from outpace import Autoregressive, Decoder, InputError, Method, Sampling
+from outpace.errors import OutpaceWarning
 from outpace.models import packing
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
@@ -213,6 +214,18 @@ def test_what_the_runtime_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(InputError, match=r"needs a C\+\+ compiler"):
         Decoder(tiny("Llama", **SIZES), runtime="native")
     assert Decoder(tiny("Llama", **SIZES)).engine.name == "plain"
+
+
+def test_code_that_cannot_be_built_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise InputError("g++ failed with status 1 (no such file).")
+
+    monkeypatch.setattr("outpace.models.layers.library", fail)
+    with pytest.warns(OutpaceWarning, match=r"torch is slower: g\+\+ failed"):
+        decoder = Decoder(fresh(), method="autoregressive")
+    assert decoder.engine.name == "plain"
+    with pytest.raises(InputError, match="failed with status 1"), pytest.warns(OutpaceWarning):
+        Decoder(fresh(), runtime="native")
 
 
 def test_an_engine_whose_bits_depend_on_the_batch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

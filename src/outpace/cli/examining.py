@@ -48,7 +48,7 @@ def examine() -> dict[str, Any]:
 
     from ..heads.shipped import folders, hint
     from ..machine import cpu_name, lacks_bfloat16
-    from ..models import bundled
+    from ..models import bundled, products
     from ..models.launching import fetches_tiles
     from ..runtime.calibrate import folder as costs
 
@@ -56,13 +56,14 @@ def examine() -> dict[str, Any]:
     there = cache if cache.exists() else Path.home()
     cuda = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())] if cuda else []
-    runtime, advice = _runtime(cuda, torch.cuda.get_device_capability(0) if cuda else (0, 0))
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    compiler = products.compiler()
+    runtime, advice = _runtime(cuda, torch.cuda.get_device_capability(0) if cuda else (0, 0), compiler is not None)
     if not gpus and lacks_bfloat16():
         advice.append("this CPU has no bfloat16 instructions: use float32 (the default), or --dtype fastest.")
     if not compiler:
         advice.append(
-            "there is no C++ compiler: GGUF files, --runtime compiled and --exact need one on a CPU (apt install g++)."
+            "there is no C++ compiler: with one, models run several times as fast on a CPU (apt install g++). GGUF "
+            "files, --runtime compiled and --exact need it."
         )
     if not folders():
         advice.append(f"no trained heads are installed.{hint()}")
@@ -89,10 +90,11 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _runtime(cuda: bool, capability: tuple[int, int]) -> tuple[str, list[str]]:
+def _runtime(cuda: bool, capability: tuple[int, int], compiler: bool) -> tuple[str, list[str]]:
     """The runtime that `auto` selects here, and what would allow a faster one."""
     if not cuda:
-        return "plain", ["there is no GPU: on a CPU every extra draft token costs time, so speedups are smaller."]
+        slower = "there is no GPU: on a CPU every extra draft token costs time, so speedups are smaller."
+        return "native" if compiler else "plain", [slower]
     if capability < (8, 0):
         return "plain", [f"the GPU has compute capability {capability[0]}.{capability[1]}; CUDA graphs need 8.0."]
     if _version("triton") == "missing":
@@ -103,7 +105,7 @@ def _runtime(cuda: bool, capability: tuple[int, int]) -> tuple[str, list[str]]:
 def _mode(cuda: bool, graphs: bool, recent: bool) -> str:
     """The mode that models get by default."""
     if not cuda:
-        return "exact with packed weights; otherwise fast, as exact mode (--exact) costs speed on a CPU"
+        return "exact with packed weights and in the native runtime; otherwise fast, as --exact costs speed on a CPU"
     if not graphs:
         return "fast: exact mode needs CUDA graphs"
     if not recent:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from ..errors import InputError, OutpaceError, UnknownNameError, UnsupportedModel
+from ..errors import InputError, OutpaceError, OutpaceWarning, UnknownNameError, UnsupportedModel
 from ..models.adapter import Model
 from ..models.launching import fetches_tiles
 from ..models.products import compiler
@@ -173,7 +174,16 @@ def _native(model: Any) -> ExactEngine | str:
         return f"it computes in float32, and the model is in {str(model.dtype).removeprefix('torch.')}"
     if compiler() is None:
         return "it needs a C++ compiler (g++ or clang++), and there is none"
-    if not model.compute_natively():
+    try:
+        fits = model.compute_natively()
+    except InputError as error:
+        if not model.packed:  # it would not run without
+            warnings.warn(
+                f"the C++ code for CPUs cannot be used, and torch is slower: {error}", OutpaceWarning, stacklevel=2
+            )
+            return str(error)
+        raise
+    if not fits:
         return f"the C++ code has no layers like those of {model.name}"
     engine = ExactEngine(model, "native")
     if engine.is_exact():
