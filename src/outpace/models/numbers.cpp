@@ -39,7 +39,7 @@ INLINE void by_number(int64_t type, Use use) {
 
 // A panel's products with M rows. Outputs beyond the matrix are those of the last one.
 template <class Number, int M>
-void multiply(const Weights& weights, int64_t panel, const float* x, Floats* sums) {
+void multiply(const Weights& weights, int64_t panel, const float* x, bool fetch, Floats* sums) {
   const int64_t inputs = weights.inputs, last = weights.outputs - 1;
   const auto* all = reinterpret_cast<const Number*>(weights.cells);
   for (int64_t first = 0; first < LANES; first += OUTPUTS) {
@@ -50,7 +50,7 @@ void multiply(const Weights& weights, int64_t panel, const float* x, Floats* sum
     }
     FloatPart found[PARTS][OUTPUTS][M] = {};
     for (int64_t k = 0; k < inputs; k += LANES) {
-      if (k * int64_t(sizeof(Number)) % LINE == 0) {
+      if (fetch && k * int64_t(sizeof(Number)) % LINE == 0) {
         UNROLL for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(next[n] + k);
       }
       UNROLL for (int part = 0; part < PARTS; part++) {
@@ -142,9 +142,9 @@ const Floats* woven_panels(const Weights& weights, int64_t panel) {
   return woven.data();
 }
 
-void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, Floats* sums) {
+void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, bool fetch, Floats* sums) {
   by_number(weights.type, [&](auto number) {
-    by_count<MOST_NUMBERS>(count, [&](auto m) { multiply<decltype(number), m>(weights, panel, x, sums); });
+    by_count<MOST_NUMBERS>(count, [&](auto m) { multiply<decltype(number), m>(weights, panel, x, fetch, sums); });
   });
 }
 

@@ -188,8 +188,9 @@ void weave(const float* rows, int64_t count, int64_t inputs, float* to);
 const Floats* woven_panels(const Weights& weights, int64_t panel);
 
 // Products with `count` rows, at most `weights.pass(count)`, without the bias: of a panel, or of TOGETHER woven ones.
+// `fetch`: prefetch the weights that follow, for the first pass over them.
 void multiply_blocks(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums);
-void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, Floats* sums);
+void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, bool fetch, Floats* sums);
 void multiply_woven(const Floats* panels, int64_t inputs, const float* x, int64_t count, Floats* sums);
 
 // The products of `x.panels()` panels and rows `first` to `last`, passed to `sink(row, panel, sums)`.
@@ -208,7 +209,7 @@ INLINE void with_panels(const Weights& weights, int64_t panel, const Rows& x, in
     } else if (weights.quantized()) {
       multiply_blocks(weights, panel, x.blocks + blocks_of(row, weights.blocks()), count, sums);
     } else {
-      multiply_numbers(weights, panel, numbers, count, sums);
+      multiply_numbers(weights, panel, numbers, count, row == first, sums);
     }
     for (int64_t m = 0; m < count; m++) {
       for (int64_t one = panel; one < stop; one++) {
