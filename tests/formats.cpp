@@ -1,5 +1,5 @@
-// The products of random matrices of all formats with 1 to 16 rows, and the matrices as numbers, to standard output:
-// the same bits on every processor that has a fused multiply-add.
+// The products of random matrices of all formats with 1 to 16 rows, or 40, and the matrices as numbers, to standard
+// output: the same bits on every processor that has a fused multiply-add.
 #include <cstdio>
 #include <vector>
 
@@ -20,6 +20,21 @@ uint32_t drawn = 1;
 uint32_t draw() { return (drawn = drawn * 1664525 + 1013904223) >> 8; }
 
 void put(const std::vector<float>& numbers) { std::fwrite(numbers.data(), sizeof(float), numbers.size(), stdout); }
+
+// Of an unquantized type.
+void check_numbers(int64_t type) {
+  std::vector<uint8_t> cells(packed_bytes(type, OUTPUTS, INPUTS));
+  const int size = cells.size() / (OUTPUTS * INPUTS);
+  for (size_t at = 0; at < cells.size(); at++) cells[at] = at % size == size_t(size) - 1 ? 0x3c | (draw() & 0x80) : draw();
+  const Weights weights{cells.data(), nullptr, type, OUTPUTS, INPUTS};
+  std::vector<float> rows(40 * INPUTS);
+  for (float& number : rows) number = (float(draw()) - (1 << 23)) * 1e-7f;
+  for (int64_t count : {1, 2, 3, 5, 7, 16, 40}) {
+    std::vector<float> found(count * OUTPUTS);
+    packed_linear(&weights, rows.data(), count, found.data(), 1);
+    put(found);
+  }
+}
 
 template <class F>
 void check(F) {
@@ -48,5 +63,6 @@ void check(F) {
 }
 
 int main() {
+  for (int64_t type : {F32, F16, BF16}) check_numbers(type);
   for (int64_t type = 0; type < 16; type++) by_format(type, [](auto format) { check(format); });
 }

@@ -33,7 +33,7 @@ from .test_lossless import methods_for, prompt_of
 from .test_packed import saved
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text")
+NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "SmolLM3")
 KINDS = [pytest.param(dtype, id=kind.name) for dtype, kind in NUMBERS.items()]
 
 

@@ -30,6 +30,7 @@ from .ggufs import random_rows, write
 from .models import mostly_slow, tiny
 
 ARCHITECTURES = sorted(packing.ARCHITECTURES)
+OURS = ("packed", "numbers")  # products in C++
 PROMPT = [5, 9, 5, 9, 31, 5, 9, 5]
 
 
@@ -92,7 +93,7 @@ def test_arm_computes_the_same_with_and_without_dot_products_and_i8mm(tmp_path: 
     compiler = products.compiler() if machine() == "aarch64" else shutil.which("aarch64-linux-gnu-g++")
     if not qemu or not compiler:
         pytest.skip("there is no qemu-aarch64, or no compiler for it")
-    sources = [str(Path(__file__).with_name("formats.cpp")), str(packed.HERE / "packed.cpp")]
+    sources = [str(Path(__file__).with_name("formats.cpp")), *(str(packed.HERE / f"{name}.cpp") for name in OURS)]
     found = {}
     for number, kind in enumerate(
         [("-DPORTABLE",), ("-march=armv8-a",), ("-march=armv8.2-a+dotprod",), ("-march=armv8.2-a+dotprod+i8mm",)]

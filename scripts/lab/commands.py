@@ -80,7 +80,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="for accuracies: draw to this file (.png, .svg)")
     parser.add_argument("--runtime", default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--weights", nargs="+", choices=["float32", "bfloat16", "int8"], default=["float32"])
+    parser.add_argument("--weights", nargs="+", choices=["float32", "narrow", "bfloat16", "int8"], default=["float32"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128], help="for prices on a CPU")
     parser.add_argument("--repeats", type=int, default=3, help="for modes, packed, and prices on a CPU")
     arguments = parser.parse_args(words)

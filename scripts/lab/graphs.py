@@ -199,11 +199,13 @@ def cpu_prices(arguments: argparse.Namespace) -> Table:
     """Milliseconds of a step, by kind of weights, mode and runtime: each turn times all engines."""
     torch.set_num_threads(arguments.threads)
     engines = {}
-    runtimes = ("plain", "compiled") if arguments.runtime == "auto" else (arguments.runtime,)
+    runtimes = ("native", "plain", "compiled") if arguments.runtime == "auto" else (arguments.runtime,)
     for weights, exact, runtime in itertools.product(arguments.weights, (False, True), runtimes):
-        if exact and weights != "float32":
+        full = weights in ("float32", "narrow")
+        if (exact and (not full or runtime == "native")) or (runtime == "native" and not full):
             continue
-        model = load(arguments.model, "float32" if weights == "int8" else weights, "cpu").model
+        dtype = "bfloat16" if weights == "bfloat16" else "float32"
+        model = load(arguments.model, dtype, "cpu", weights if full else None).model
         if weights == "int8":
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

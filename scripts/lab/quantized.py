@@ -1,4 +1,4 @@
-"""Products with packed weights on a CPU, by block format and number of rows. No model is needed."""
+"""Products with packed weights on a CPU, by format and number of rows, and torch's. No model is needed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from outpace.models.packed import FORMATS, Matrix, PackedLinear
+from outpace.models.packed import FORMATS, NUMBERS, Matrix, PackedLinear
 
 CONSOLE = Console(width=150)
 OUTPUTS, INPUTS = 55_296, 1024  # of each matrix: more than caches hold
@@ -20,25 +21,30 @@ SCALES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}  # 16-bit numbers that a b
 
 
 def packed(arguments: argparse.Namespace) -> None:
-    """Milliseconds of a product by rows, all formats in turns, and what 8 rows cost beside one."""
+    """Milliseconds of a product by rows, all formats in turns; what 8 rows cost beside one, and the speed of 128."""
     torch.set_num_threads(arguments.threads)
     counts = (1, 2, 4, 8, 16, 128)
-    layers = {kind: layer(kind) for kind in FORMATS}
+    layers: dict[str, nn.Module] = {kind.name: layer(kind) for kind in FORMATS}
+    numbers = torch.randn(OUTPUTS, INPUTS)
+    layers |= {kind.name: PackedLinear(Matrix.over(numbers.to(dtype))) for dtype, kind in NUMBERS.items()}
+    layers["F32, by torch"] = plain = nn.Linear(INPUTS, OUTPUTS, bias=False)
+    plain.weight = nn.Parameter(numbers, requires_grad=False)
     states = {count: torch.randn(count, INPUTS) for count in counts}
-    times: dict[tuple[GGMLQuantizationType, int], list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = {}
     for turn in range(arguments.repeats * 7 + 1):
-        for kind, linear in layers.items():
+        for name, linear in layers.items():
             for count in counts if turn % 7 == 0 else counts[:-1]:
                 start = time.perf_counter()
                 linear(states[count])
                 if turn:  # the first is slower
-                    times.setdefault((kind, count), []).append(1000 * (time.perf_counter() - start))
-    table = Table("ms", *(f"{count} rows" for count in counts), "8 rows / 1", "GB/s of 1 row")
-    for kind, linear in layers.items():
-        found = [statistics.median(times[kind, count]) for count in counts]
-        rate = linear.matrix.cells.nbytes / found[0] / 1e6
+                    times.setdefault((name, count), []).append(1000 * (time.perf_counter() - start))
+    table = Table("ms", *(f"{count} rows" for count in counts), "8 rows / 1", "GB/s of 1 row", "GFLOPS of 128 rows")
+    for name, linear in layers.items():
+        found = [statistics.median(times[name, count]) for count in counts]
+        held = linear.matrix.cells if isinstance(linear, PackedLinear) else numbers
+        rate, speed = held.nbytes / found[0] / 1e6, 2 * counts[-1] * OUTPUTS * INPUTS / found[-1] / 1e6
         ratio = found[counts.index(8)] / found[0]
-        table.add_row(kind.name, *(f"{ms:.2f}" for ms in found), f"{ratio:.2f}", f"{rate:.1f}")
+        table.add_row(name, *(f"{ms:.2f}" for ms in found), f"{ratio:.2f}", f"{rate:.1f}", f"{speed:.0f}")
     CONSOLE.print(f"{arguments.threads} threads, {OUTPUTS:,} outputs, {INPUTS:,} inputs", table)
 
 

@@ -23,7 +23,7 @@ struct Layer {
   const float *query_norm, *key_norm;                                        // null: none
   Weights query, key, value, out, gate, up, down;
   int64_t heads, key_heads, size, window;                                    // window 0: none
-  int64_t rotary;                                                            // which of the step's tables
+  int64_t rotary;                                                            // which of the step's tables; -1: none
   int64_t activation;
   double scaling, softcap, epsilon;                                          // softcap 0: none
   double lift;                                                               // added to the weights of norms
@@ -227,7 +227,8 @@ class Walk {
       const float* weight = asks ? layer.query_norm : layer.key_norm;
       if (weight) norm(state, weight, layer.lift, size, layer.epsilon, state);
       const int64_t at = step_.positions[row] * rotated;
-      rotate(state, step_.cosines[layer.rotary] + at, step_.sines[layer.rotary] + at, rotated);
+      if (layer.rotary >= 0)
+        rotate(state, step_.cosines[layer.rotary] + at, step_.sines[layer.rotary] + at, rotated);
     }
     if (asks) return;
     float* stored = (keyed ? step_.keys : step_.values)[number];
