@@ -120,7 +120,7 @@ def test_nan_stays_in_its_row() -> None:
         assert not found[[0, 1, 2, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, quick=("Llama", "Qwen3", "Mistral", "Gemma3Text")))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, quick=("Llama", "Gemma3Text")))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_method_writes_the_text_of_torch(name: str, temperature: float) -> None:
     model, prompt, sampling = tiny(name, **SIZES), prompt_of(3), Sampling(temperature=temperature, seed=5)
