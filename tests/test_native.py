@@ -285,6 +285,16 @@ def test_other_layers_stay_in_32_bits(name: str) -> None:
     assert not any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules())
 
 
+def test_weights_of_another_kind_are_left_alone() -> None:
+    """As quantization libraries have them."""
+    model = fresh().bfloat16().float()
+    layer = model.model.layers[0].mlp
+    layer.up_proj.weight = nn.Parameter(layer.up_proj.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    packing.narrow_weights(model)
+    assert type(layer.gate_proj) is nn.Linear
+    assert layer.up_proj.weight.dtype == torch.float8_e4m3fn
+
+
 def test_narrow_layers_that_compute_something_else_run_in_torch() -> None:
     model = copy.deepcopy(tiny("Granite", residual_multiplier=0.5, **SIZES)).bfloat16().float()
     expected = written(Decoder(copy.deepcopy(model), method="autoregressive"))

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError, OutpaceWarning
 from . import bundled
+from .fusing import is_plain
 from .gguf import File, Tensor
 from .layers import has_common_form
 from .packed import BLOCK, FORMATS, LANES, NUMBERS, Q4, Q8, Matrix, PackedEmbedding, PackedLinear
@@ -220,10 +221,13 @@ def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
 def narrow_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Keep matrices in 16 bits, in place, if these hold every number exactly: the same model in half the memory.
 
-    Only where layers.cpp computes the layers: elsewhere torch is faster in float32.
+    Only where layers.cpp computes the layers: elsewhere torch is faster in float32. Models with weights of another kind,
+    as quantization libraries have them, stay as they are.
     """
     stacks = (part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part))
     if not any(all(map(has_common_form, stack)) for stack in stacks):
+        return model
+    if not all(is_plain(weight) and weight.dtype == torch.float32 for weight in model.parameters()):
         return model
     return _pack(model, lambda _, weight: None if weight.shape[1] % LANES else _narrow(weight.detach()))
 
