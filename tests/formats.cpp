@@ -25,7 +25,8 @@ void put(const std::vector<float>& numbers) { std::fwrite(numbers.data(), sizeof
 void check_numbers(int64_t type) {
   std::vector<uint8_t> cells(packed_bytes(type, OUTPUTS, INPUTS));
   const int size = cells.size() / (OUTPUTS * INPUTS);
-  for (size_t at = 0; at < cells.size(); at++) cells[at] = at % size == size_t(size) - 1 ? 0x3c | (draw() & 0x80) : draw();
+  for (size_t at = 0; at < cells.size(); at++)  // around 1
+    cells[at] = at % size == size_t(size) - 1 ? 0x3c | (draw() & 0x80) : draw();
   const Weights weights{cells.data(), nullptr, type, OUTPUTS, INPUTS};
   std::vector<float> rows(40 * INPUTS);
   for (float& number : rows) number = (float(draw()) - (1 << 23)) * 1e-7f;
