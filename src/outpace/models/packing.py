@@ -221,8 +221,8 @@ def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
 def narrow_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Keep matrices in 16 bits, in place, if these hold every number exactly: the same model in half the memory.
 
-    Only where layers.cpp computes the layers: elsewhere torch is faster in float32. Models with weights of another kind,
-    as quantization libraries have them, stay as they are.
+    Only where layers.cpp computes the layers: elsewhere torch is faster in float32. Models with weights of another
+    kind, as quantization libraries have them, stay as they are.
     """
     stacks = (part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part))
     if not any(all(map(has_common_form, stack)) for stack in stacks):
