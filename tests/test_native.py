@@ -193,10 +193,11 @@ def test_changed_weights_are_used(way: str) -> None:
     assert decoder.engine.name == "native"
 
 
-def test_a_model_with_hooks_runs_in_torch() -> None:
+@pytest.mark.parametrize("place", ["model.layers.0.mlp.up_proj", "model.layers.1", "model.norm"])
+def test_a_model_with_hooks_runs_in_torch(place: str) -> None:
     model = fresh()
     called: list[int] = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: called.append(1))
+    model.get_submodule(place).register_forward_hook(lambda *_: called.append(1))
     decoder = Decoder(model, method="autoregressive")
     assert decoder.engine.name == "plain"
     written(decoder)

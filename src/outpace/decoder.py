@@ -485,12 +485,14 @@ def load(
 
     `weights`, on a CPU: "packed" computes with the quantized blocks of a GGUF file (the default for such files and for
     embedded models), "q8" and "q4" quantize any model at load, "float32" does not. A quantized model is a different
-    model; all methods give its output.
+    model; all methods give its output. "narrow", the default for other models, keeps in 16 bits the matrices that these
+    hold exactly: the same model.
 
-    The default method is `auto`. `runtime` is how forward passes run: "plain", "compiled", "graphs" (CUDA), or "auto".
+    The default method is `auto`. `runtime` is how forward passes run: "plain", "compiled", "native" (CPU), "graphs"
+    (CUDA), or "auto".
     `exact` (CUDA, or a CPU in float32) makes logits identical, bit for bit, with every method and in every batch; it is
-    on by default where it costs next to nothing (16-bit weights on an H100 or later, packed weights), and False turns
-    it off. `decoder.engine.mode` says which mode runs.
+    on by default where it costs next to nothing (16-bit weights on an H100 or later, packed weights, the native
+    runtime), and False turns it off on CUDA. `decoder.engine.mode` says which mode runs.
     `memory` is the share of a GPU's free memory for the KV cache.
     """
     check_settings(method, settings)

@@ -154,14 +154,16 @@ class HFModel:
     def compute_natively(self) -> bool:
         """From now on compute all layers in one call of C++ code, if it supports them; returns whether it does.
 
-        Weights stay where they are. `unfuse` undoes it.
+        Weights stay where they are. `unfuse` undoes it. A model with hooks is left to torch, which calls them.
         """
         self._stack = None
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self._mirror.modules()):
+            return False
         try:
             layers = [(gate.layer, gate.kind, self._traits.windows.get(gate.kind) or 0) for gate in self._gates]
             stack = Stack(self.ends(), layers, self.width, self._angles, self._traits.softcap)
             fits = self.lists and stack.agrees(self.forward, self.vocabulary, self.layers)
-        except (Unusual, UnsupportedModel, AttributeError):  # a missing part
+        except (Unusual, UnsupportedModel, AttributeError, RuntimeError, TypeError):  # a missing or another part
             fits = False
         self._stack = stack if fits else None
         return fits

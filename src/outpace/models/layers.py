@@ -163,7 +163,7 @@ class Stack:
             weights = linear.weights()
             self._rough |= weights.type in FORMATS
             return weights
-        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+        if type(linear) is not nn.Linear:
             raise Unusual(f"a product by {type(linear).__name__}")
         outputs, inputs = linear.weight.shape
         bias = None if linear.bias is None else self._numbers(linear, "bias", padded=True)
@@ -182,7 +182,7 @@ class Stack:
         """The pointer to an RMS norm's weights, its epsilon, and what it adds to the weights, found by trying it."""
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         weight = norm._parameters.get("weight")
-        if epsilon is None or weight is None:
+        if epsilon is None or weight is None or not _is_readable(weight):
             raise Unusual(f"a norm {type(norm).__name__}")
         with torch.inference_mode():
             factors = norm(torch.full((1, size), 1024.0))[0]
