@@ -245,11 +245,11 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 by_kernel = pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
-APART, GROUPS, EQUAL = 0, 1, 2  # what a program walks: a split, a group, or as many positions as a long group has
 
 
-def join(patch: pytest.MonkeyPatch, kind: int) -> None:
-    patch.setattr(attention, "_joined", lambda *_: kind)
+def join(patch: pytest.MonkeyPatch, joined: bool) -> None:
+    """Programs walk a group of splits, or one split."""
+    patch.setattr(attention, "_joined", lambda *_: joined)
 
 
 @by_kernel
@@ -261,9 +261,9 @@ def test_exact_rows_have_the_same_bits_wherever_the_text_ends(
 ) -> None:
     """A path against rows alone, over borders of blocks, splits and groups, by programs that walk one split or more."""
     written = Written(1, window)
-    join(monkeypatch, EQUAL)
+    join(monkeypatch, True)
     together = written.attend([(0, past + row) for row in range(count)], [past], fill=2)
-    join(monkeypatch, APART)
+    join(monkeypatch, False)
     for row in {0, 1, count - 1, 64 - past % 64, 63 - past % 64} & {*range(count)}:
         alone = written.attend([(0, past + row)], [past + row])
         assert torch.equal(alone[0], together[row]), row
@@ -276,7 +276,7 @@ def test_exact_rows_have_the_same_bits_wherever_the_text_ends(
 def test_exact_rows_have_the_same_bits_whatever_a_program_walks(
     past: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four splits in a group: by a program each, by one, and the first two groups by one."""
+    """Four splits in a group: by a program each, and by one."""
     written, rows = Written(1, window), [(0, past + row) for row in range(3)]
     empty, stored = torch.Tensor.new_empty, list[int]()
     monkeypatch.setattr(
@@ -285,23 +285,22 @@ def test_exact_rows_have_the_same_bits_whatever_a_program_walks(
     found = []
     for name, value in {"TOGETHER": 4, "BLOCK": 32}.items():
         monkeypatch.setattr(attention, name, value)
-    for together, kind in ((4, APART), (1, GROUPS), (1, EQUAL)):
-        join(monkeypatch, kind)
+    for together in (4, 1):
+        join(monkeypatch, together == 1)
         found.append(written.attend(rows, [past]))
         assert together * attention._groups(1024) in stored, "sums of another number of parts"
         stored.clear()
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(*found)
 
 
 @by_kernel
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize("kind", [EQUAL, APART])
-def test_exact_rows_have_the_same_bits_in_full_tiles(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("joined", [True, False])
+def test_exact_rows_have_the_same_bits_in_full_tiles(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows × heads than a tile has, against rows alone, whose features are split among programs."""
     written = Written(1, heads=8, size=72)
     past, count = 250, 16
-    join(monkeypatch, kind)
+    join(monkeypatch, joined)
     monkeypatch.setattr(attention, "COLUMNS", 16)
     tiles, start = list[int](), attention._start_exactly
     with monkeypatch.context() as patch:
@@ -315,14 +314,14 @@ def test_exact_rows_have_the_same_bits_in_full_tiles(kind: int, monkeypatch: pyt
 
 @by_kernel
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize("kind", [EQUAL, APART])
-def test_exact_rows_have_the_same_bits_beside_other_texts(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("joined", [True, False])
+def test_exact_rows_have_the_same_bits_beside_other_texts(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of three texts: a path that passes a border, a text that is read, and one row."""
     written = Written(3)
-    join(monkeypatch, kind)
+    join(monkeypatch, joined)
     rows = [*((0, 125 + row) for row in range(5)), *((1, row) for row in (60, 61, 62, 63, 64)), (2, 7)]
     together = written.attend(rows, [125, 65, 7], fill=1, packed=4)
-    join(monkeypatch, APART)
+    join(monkeypatch, False)
     for row in (0, 2, 3, 4, 5, 8, 9, 10):
         text, position = rows[row]
         alone = written.attend([(text, position)], [*[0] * text, position], packed=1)

@@ -65,18 +65,18 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
     shared |= {"PRECISION": "tf32", "INDEX": tl.int32, "PACKED": packed, "EARLY": 2, "OWN": attention.OWN}
     shared |= {"SHORT": attention.SHORT, "TOGETHER": attention.TOGETHER}
     found = {}
-    for joined in (0, 1, 2):
+    for joined in (False, True):
         for tile in (16, 32, 64):
             made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "JOINED": joined}
             found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path, attention.WARPS)
         for columns, warps in ((attention.COLUMNS, 1), (size, 1), (size, 2)):
-            made = {**shared, "HEADS": 4, "JOINED": joined > 0, "COLUMNS": columns}
+            made = {**shared, "HEADS": 4, "JOINED": joined, "COLUMNS": columns}
             found["merge", joined, columns, warps] = compiled(kernels.merge_exactly, made, tmp_path, warps)
     spilled = {kind: int(re.findall(r"(\d+) bytes spill stores", said)[-1]) for kind, (said, _) in found.items()}
-    some = spilled.pop(("merge", 0, size, 1))  # bytes of a thread, once for a row
+    some = spilled.pop(("merge", False, size, 1))  # bytes of a thread, once for a row
     assert max(spilled.values()) <= 8, spilled
     assert some <= 32
-    for joined in (0, 1, 2):  # two programs on a multiprocessor, which keeps a KiB for each
+    for joined in (False, True):  # two programs on a multiprocessor, which keeps a KiB for each
         assert 2 * (found[64, joined][1] + 1024) <= 228 * 1024
         assert 2 * 128 * int(re.findall(r"Used (\d+) registers", found[64, joined][0])[-1]) <= 65536
 

@@ -245,9 +245,9 @@ def _packed(mask: Any) -> Any:
     return np.packbits(mask, axis=1, bitorder="little").view(np.int64)
 
 
-def joining(kind: int) -> AbstractContextManager[Any]:
-    """Meanwhile, a program walks a split (0), a group of splits (1), or as many positions as a long group has (2)."""
-    return patch.object(attention, "_joined", lambda *_: kind)
+def joining(joined: bool) -> AbstractContextManager[Any]:
+    """Meanwhile, a program walks a group of splits, or one split."""
+    return patch.object(attention, "_joined", lambda *_: joined)
 
 
 def comb_depths(rows: int) -> list[int]:
@@ -273,11 +273,11 @@ def attention_faults(shape: str, dtype: torch.dtype) -> dict[Any, str]:
         path = list(range(each))
         alone = []
         for row in path:  # each row alone, with all before it as cached tokens
-            with joining(0):
+            with joining(False):
                 alone.append(written.attend(written.lists([past + row for past in pasts], [0], True))[:, 0])
         expected = torch.stack(alone, 1)
         chain = path[: attention.OWN]  # no draft reaches further
-        for join in range(3):
+        for join in (False, True):
             with joining(join):
                 kind = (texts, each, length, join)
                 found = written.attend(written.lists(pasts, chain, True))
@@ -291,7 +291,7 @@ def attention_faults(shape: str, dtype: torch.dtype) -> dict[Any, str]:
             here, there = written.slots[text, past : past + each], written.slots[text, past + below]
             for part in (written.keys, written.values):
                 part[:, :, here] = part[:, :, there].clone()
-        for join in range(3):
+        for join in (False, True):
             with joining(join):
                 found = written.attend(branches)
                 faults[texts, each, length, join, "branches"] = differing(found, expected[:, depths])
@@ -304,7 +304,7 @@ def prices(shape: str) -> None:
     As in a step, slots are in order, and keys are not in the cache.
     """
     title = f"attention, {shape}, bfloat16"
-    table = Table("texts × rows, tokens", "normal", "exact", "", "splits", "groups", "equal", title=title)
+    table = Table("texts × rows, tokens", "normal", "exact", "", "splits", "groups", title=title)
     for length in LENGTHS:
         for texts, each in ((1, 1), (1, 8), (1, 32), (1, 64), (1, 128), (4, 16), (16, 4), (64, 1), (64, 2)):
             if texts * length > 1 << 17:
@@ -322,7 +322,7 @@ def prices(shape: str) -> None:
                 return timed([lambda k=k, v=v: attend(query, k, v, *given[exact], *more) for k, v in stored])
 
             times = [called(False), called(True)]
-            for join in range(3):
+            for join in (False, True):
                 with joining(join):
                     times.append(called(True))
             change = f"{times[1] - times[0]:+.1f} µs"

@@ -22,6 +22,7 @@ from .errors import InputError, InvalidLogits, ModelError
 # Separators as in json.dumps: forced tokens are drafted for free, and a model cannot generate spaces forever.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST = 2**16  # characters of a grammar
+_SAMPLE = '{"a": [1, "b c"]}'
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,14 @@ def words_of(tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> Any:
     """A tokenizer for llguidance. For a large one this takes a second, so keep the result."""
     guidance = _llguidance()
     try:
-        return guidance.hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(ends))
+        words = guidance.hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(ends))
+        tokens = tokenizer.encode(_SAMPLE, add_special_tokens=False)
+        said = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
     except Exception as error:
         raise ModelError(f"this tokenizer does not support grammars: {error}") from error
+    if words.decode_str(tokens).strip() != said.strip():
+        raise ModelError(f"this tokenizer does not support grammars: llguidance reads {said!r} differently.")
+    return words
 
 
 def _llguidance() -> Any:

@@ -54,7 +54,7 @@ STAGES = 3  # pipeline stages: blocks of keys and values in flight, if shared me
 OWN = 32  # the last keys of a row, its own included, that are processed for this row alone
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
-JOIN = 0.9  # from this many programs per multiprocessor, one program walks several splits
+JOIN = 1.8  # from this many programs per multiprocessor, one program walks a group of splits
 COLUMNS = 32  # features per program of the last kernel, if there are few programs
 
 
@@ -265,14 +265,9 @@ def _groups(span: int) -> int:
     return min(-(-span // SHORT), 1 + -(-span // (2 * SHORT)))
 
 
-def _joined(tiles: int, span: int, processors: int) -> int:
-    """What a program walks: 0 a split, 1 a group of splits, 2 a long group or the first two, which are half as long.
-
-    As much as leaves one program for nearly every processor: fewer sums are stored. With 2, all programs are equal.
-    """
-    if tiles * -(-span // (2 * SHORT)) >= JOIN * processors:
-        return 2
-    return int(tiles * _groups(span) >= JOIN * processors)
+def _joined(tiles: int, span: int, processors: int) -> bool:
+    """Whether a program walks a group of splits: if that leaves work for all processors, fewer sums are stored."""
+    return tiles * _groups(span) >= JOIN * processors
 
 
 def _start_exactly(
@@ -286,8 +281,8 @@ def _start_exactly(
     tiling: dict[str, Any],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Launch with splits at fixed positions. A program walks one or more of them, with the same bits."""
-    from triton import cdiv, next_power_of_2
+    """Launch with splits at fixed positions. A program walks one of them or a group, with the same bits."""
+    from triton import next_power_of_2
 
     from . import kernels
 
@@ -298,11 +293,10 @@ def _start_exactly(
     tiles = programs // 2 if lists.packed else programs  # about half of the entries of `tiles` are spare
     joined = _joined(tiles * units, lists.span, processors)
     splits = groups if joined else groups * TOGETHER  # sums that are stored
-    pieces = cdiv(lists.span, 2 * SHORT) if joined == 2 else splits
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
     peaks = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
-    kernels.part_exactly[(programs, units, pieces)](
+    kernels.part_exactly[(programs, units, splits)](
         *(*given, lists.text, lists.positions, sums, peaks, *strides, rows, heads, splits, factor),
         *(lists.whose, lists.tiles, line, len(lists.tiles) // 3, parts),
         OWN=OWN,
@@ -321,7 +315,7 @@ def _start_exactly(
         OWN=OWN,
         SHORT=SHORT,
         TOGETHER=TOGETHER,
-        JOINED=joined > 0,
+        JOINED=joined,
         COLUMNS=columns,
         **{**options, "num_warps": 2 if columns == padded and rows * units <= 2 * processors else 1},
     )

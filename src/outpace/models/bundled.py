@@ -337,7 +337,16 @@ def dequantize_option() -> dict[str, Any]:
 
 
 def settle_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Some versions of transformers misread a GGUF file's special tokens; the model's config is right."""
+    """Mend what some versions of transformers misread in a GGUF file.
+
+    Of special tokens, the model's config is right. For byte-level tokens some add SentencePiece's decoders, by which
+    llguidance would take all tokens for SentencePiece's.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        backend.decoder = decoders.ByteLevel()
     for role in ("bos", "eos", "pad", "unk"):
         token_id = getattr(config, f"{role}_token_id", None)
         if token_id is not None:

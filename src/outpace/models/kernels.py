@@ -340,8 +340,7 @@ def part_exactly(
 ):  # fmt: skip
     """A tile of rows over a split of positions, for each row up to its last OWN keys.
 
-    JOINED: 1 over a group of TOGETHER splits, one after the other; their sum is stored, instead of each split's. 2 the
-    same over a long group, or over the first two.
+    JOINED: over a group of TOGETHER splits, one after the other; their sum is stored, instead of each split's.
 
     PACKED: see `part`; the tile processes one of `parts` of an entry. If no row has keys, nothing is written: a row's
     splits follow from its position.
@@ -365,16 +364,17 @@ def part_exactly(
     own = tl.where(real, at - OWN + 1, 0)
     # From the last group that rows attend to down to the first: the last programs to start have the least to do.
     seen = tl.max(own)
-    if JOINED == 2:
-        last = (seen + 2 * SHORT - 1) // (2 * SHORT) - 1 - tl.program_id(2)
-        group, turn, until = tl.where(last > 0, last + 1, 0), 0, last + 2
-    else:
-        last = _groups(seen, SHORT) * each - 1 - tl.program_id(2)
-        group, turn, until = last // each, last % each, last // each + 1
+    last = _groups(seen, SHORT) * each - 1 - tl.program_id(2)
+    group, turn = last // each, last % each
     first = 0  # the first position that a row attends to
     if WINDOW > 0:
         first = (tl.min(tl.where(real, at, 1 << 30)) - WINDOW + 1) // BLOCK * BLOCK
-    if (last >= 0) & (first < _begins(until, SHORT)):
+    begins, ends = _begins(group, SHORT), _begins(group + 1, SHORT)
+    fold = (ends - begins) // TOGETHER  # positions per split
+    begins += turn * fold
+    start = tl.maximum(begins, first)
+    stop = tl.minimum(seen, begins + (TOGETHER // each) * fold)
+    if (last >= 0) & (start < stop):
         part = tl.arange(0, PADDED)
         q = tl.load(
             query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
@@ -383,18 +383,11 @@ def part_exactly(
         )
         keys += unit // UNITS * key_head
         values += unit // UNITS * value_head
-        for each_group in range(group, until):
-            begins = _begins(each_group, SHORT)
-            fold = (_begins(each_group + 1, SHORT) - begins) // TOGETHER  # positions per split
-            begins += turn * fold
-            start = tl.maximum(begins, first)
-            stop = tl.minimum(seen, begins + (TOGETHER // each) * fold)
-            if start < stop:
-                _walk_exactly(
-                    q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
-                    at, rows, heads, sums, peaks, splits, each_group * each + turn,
-                    TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, JOINED > 0,
-                )  # fmt: skip
+        _walk_exactly(
+            q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
+            at, rows, heads, sums, peaks, splits, last,
+            TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, JOINED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -483,26 +476,30 @@ def merge_exactly(
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
-    # Unrolled, so that loads overlap.
-    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED or COLUMNS < PADDED else 2):
-        if JOINED:
-            more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
-            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
-        else:
-            peak_group = tl.full([HEADS], float("-inf"), tl.float32)
-            weight_group = tl.zeros([HEADS], tl.float32)
-            total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
-            start = _begins(group, SHORT)
-            walk = (_begins(group + 1, SHORT) - start) // TOGETHER
-            for each in tl.static_range(TOGETHER):
-                since = start + each * walk
-                number = group * TOGETHER + each
-                has = real & (since < begins) & (since + walk > seen)
-                more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
-                peak_group, weight_group, total_group = _fold(
-                    peak_group, weight_group, total_group, more[0], more[1], more[2]
-                )
-            peak, weight, total = _fold(peak, weight, total, peak_group, weight_group, total_group)
+    # Several groups at a time, so that their loads overlap. Those behind the last change nothing.
+    many: tl.constexpr = 4 if JOINED or HEADS * COLUMNS <= 256 else 2
+    for next_group in range(first_group, groups, many):
+        for group in tl.static_range(many):
+            group += next_group
+            if JOINED:
+                has = real & (group < groups)
+                more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, has, SIZE)
+                peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+            else:
+                peak_group = tl.full([HEADS], float("-inf"), tl.float32)
+                weight_group = tl.zeros([HEADS], tl.float32)
+                total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
+                start = _begins(group, SHORT)
+                walk = (_begins(group + 1, SHORT) - start) // TOGETHER
+                for each in tl.static_range(TOGETHER):
+                    since = start + each * walk
+                    number = group * TOGETHER + each
+                    has = real & (since < begins) & (since + walk > seen)
+                    more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
+                    peak_group, weight_group, total_group = _fold(
+                        peak_group, weight_group, total_group, more[0], more[1], more[2]
+                    )
+                peak, weight, total = _fold(peak, weight, total, peak_group, weight_group, total_group)
     peak, weight, total = _fold(peak, weight, total, peak_own, weight_own, total_own)
     weight = tl.where(weight > 0, weight, 1.0)
     stored = mixed + (row * heads + head)[:, None] * SIZE + part[None, :]
