@@ -476,30 +476,26 @@ def merge_exactly(
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
-    # Several groups at a time, so that their loads overlap. Those behind the last change nothing.
-    many: tl.constexpr = 4 if JOINED or HEADS * COLUMNS <= 256 else 2
-    for next_group in range(first_group, groups, many):
-        for group in tl.static_range(many):
-            group += next_group
-            if JOINED:
-                has = real & (group < groups)
-                more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, has, SIZE)
-                peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
-            else:
-                peak_group = tl.full([HEADS], float("-inf"), tl.float32)
-                weight_group = tl.zeros([HEADS], tl.float32)
-                total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
-                start = _begins(group, SHORT)
-                walk = (_begins(group + 1, SHORT) - start) // TOGETHER
-                for each in tl.static_range(TOGETHER):
-                    since = start + each * walk
-                    number = group * TOGETHER + each
-                    has = real & (since < begins) & (since + walk > seen)
-                    more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
-                    peak_group, weight_group, total_group = _fold(
-                        peak_group, weight_group, total_group, more[0], more[1], more[2]
-                    )
-                peak, weight, total = _fold(peak, weight, total, peak_group, weight_group, total_group)
+    # Unrolled, so that loads overlap.
+    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED or COLUMNS < PADDED else 2):
+        if JOINED:
+            more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
+            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+        else:
+            peak_group = tl.full([HEADS], float("-inf"), tl.float32)
+            weight_group = tl.zeros([HEADS], tl.float32)
+            total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
+            start = _begins(group, SHORT)
+            walk = (_begins(group + 1, SHORT) - start) // TOGETHER
+            for each in tl.static_range(TOGETHER):
+                since = start + each * walk
+                number = group * TOGETHER + each
+                has = real & (since < begins) & (since + walk > seen)
+                more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
+                peak_group, weight_group, total_group = _fold(
+                    peak_group, weight_group, total_group, more[0], more[1], more[2]
+                )
+            peak, weight, total = _fold(peak, weight, total, peak_group, weight_group, total_group)
     peak, weight, total = _fold(peak, weight, total, peak_own, weight_own, total_own)
     weight = tl.where(weight > 0, weight, 1.0)
     stored = mixed + (row * heads + head)[:, None] * SIZE + part[None, :]
