@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 from platform import machine
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import nn
 import outpace
 from outpace import Autoregressive, Decoder, InputError, Method, Sampling
 from outpace.errors import OutpaceWarning
-from outpace.models import packing
+from outpace.models import layers, packing
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
 from outpace.models.packed import FLAGS, NUMBERS, Matrix, PackedEmbedding, PackedLinear, library
@@ -153,6 +154,26 @@ def test_the_prompt_has_the_same_bits_in_any_chunks() -> None:
                 logits.append(output.logits)
         found.append(torch.cat(logits))
     assert all(torch.equal(logits, found[0]) for logits in found[1:])
+
+
+def test_a_long_prompt_can_be_interrupted_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, prompt = Decoder(fresh(), method="autoregressive"), prompt_of(1, 2 * layers.MANY)
+    expected = decoder.generate(prompt, max_new_tokens=8).token_ids
+    decoder.forget()
+    real, calls = library(), list[int]()
+
+    def interrupted(stack: Any, step: Any) -> None:
+        calls.append(step._obj.start)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real.decoder_step(stack, step)
+
+    monkeypatch.setattr(layers, "library", lambda: SimpleNamespace(decoder_step=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(prompt, max_new_tokens=8)
+    assert calls == [0, 1]
+    assert decoder.generate(prompt, max_new_tokens=8).token_ids == expected
+    assert decoder.engine.pool.used == decoder.engine.pool.kept
 
 
 def test_traces_are_checked_without_tolerance() -> None:

@@ -1,4 +1,4 @@
-"""Decoder layers of the common form on a CPU: a whole forward pass in one call of `layers.cpp`.
+"""Decoder layers of the common form on a CPU: a whole step in one call of `layers.cpp`.
 
 Thirty small layers are hundreds of torch calls per step, which take longer than the products. What a layer computes is
 inferred from the names of its parts and verified: `Stack.agrees` compares every layer with the model's own. Weights in
@@ -32,6 +32,7 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda states: F.gelu(states, approximate="tanh"),
 )
 LIFTS = (0.0, 1.0)  # what norms add to their weights
+MANY = 64  # rows from which on a call computes one layer: between calls, Python obeys Ctrl-C
 POSITIONS = 1024  # initial size of the rotary tables
 ROUNDING = 1e-4  # tolerance for a layer
 ROUGH = 0.02  # the same with quantized states: rounding may change an 8-bit code here and there
@@ -216,9 +217,13 @@ class Stack:
             *(len(rows), start, stop, states.data_ptr()),
             *(part.data_ptr() for part in lists),
             *(seen.tails.shape[1], keys, values, capacity, cosines, sines, rotated),
-            *(asked.data_ptr(), len(asked), scores.data_ptr(), torch.get_num_threads()),
+            *(asked.data_ptr(), 0, scores.data_ptr(), torch.get_num_threads()),
         )
-        library().decoder_step(byref(self._stack), byref(step))
+        each = 1 if len(rows) >= MANY else self._stack.count
+        for first in range(start, max(stop, start + 1), each):
+            step.start, step.stop = first, min(first + each, stop)
+            step.count = len(asked) if step.stop == stop else 0
+            library().decoder_step(byref(self._stack), byref(step))
         return Output(scores, states)
 
     def _storage(self, pool: Pool) -> tuple[int, int, int]:
