@@ -19,14 +19,17 @@ constexpr int64_t KEYS = 32;        // keys and values that they read at a time
 enum Activation : int64_t { SILU, GELU_TANH };
 
 struct Layer {
-  const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // norms; after: may be null
+  const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // norms; null: none
   const float *query_norm, *key_norm;                                        // null: none
   Weights query, key, value, out, gate, up, down;
   int64_t heads, key_heads, size, window;                                    // window 0: none
+  int64_t together;                                                          // whether all heads are normed together
   int64_t rotary;                                                            // which of the step's tables; -1: none
+  int64_t paired;                                                            // whether it turns neighbours, not halves
   int64_t activation;
   double scaling, softcap, epsilon;                                          // softcap 0: none
   double lift;                                                               // added to the weights of norms
+  double share;                                                              // factor of what both parts add
 };
 
 struct Stack {
@@ -35,6 +38,7 @@ struct Stack {
   const float* norm;
   Weights head;
   double epsilon, lift, softcap;                                             // softcap of logits; 0: none
+  double scale;                                                              // factor of logits
 };
 
 struct Step {
@@ -72,6 +76,15 @@ INLINE void rotate(float* head, const float* cosines, const float* sines, int64_
     const float one = head[at], other = head[at + half];
     head[at] = one * cosines[at] - other * sines[at];
     head[at + half] = other * cosines[at + half] + one * sines[at + half];
+  }
+}
+
+// The same for models that pair each element with its neighbour.
+INLINE void rotate_pairs(float* head, const float* cosines, const float* sines, int64_t rotated) {
+  for (int64_t at = 0; at < rotated / 2; at++) {
+    const float one = head[2 * at], other = head[2 * at + 1];
+    head[2 * at] = one * cosines[at] - other * sines[at];
+    head[2 * at + 1] = other * cosines[at] + one * sines[at];
   }
 }
 
@@ -167,18 +180,23 @@ class Walk {
     const int64_t width = stack_.width;
     float* side = room(side_, step_.rows * width);
     return ready(side, step_.rows, width, x_, [&](int64_t row) {
-      norm(step_.hidden + row * width, weight, lift, width, epsilon, side + row * width);
+      const float* from = step_.hidden + row * width;
+      if (weight)
+        norm(from, weight, lift, width, epsilon, side + row * width);
+      else
+        std::memcpy(side + row * width, from, width * sizeof(float));
     });
   }
 
-  // hidden += the products, normed if there is a norm.
+  // hidden += share * the products, normed if there is a norm.
   void add(const Weights& weights, const Rows& x, const float* weight, const Layer& layer) {
     const int64_t width = stack_.width;
     float* to = weight ? room(side_, step_.rows * width) : step_.hidden;
+    const float share = float(layer.share);
     const bool added = !weight;
     multiply<1>({&weights}, x, step_.rows, [&](int, int64_t row, int64_t panel, const Floats& sums) {
       float* place = to + row * width + panel * LANES;
-      store(place, added ? load<Floats>(place) + sums : sums);
+      store(place, added ? load<Floats>(place) + sums * share : sums);
     });
     if (!weight) return;
     rows(step_.rows, width, [&](int64_t row) {
@@ -186,7 +204,7 @@ class Walk {
       float* hidden = step_.hidden + row * width;
       norm(side, weight, layer.lift, width, layer.epsilon, side);
       for (int64_t at = 0; at < width; at += LANES)
-        store(hidden + at, load<Floats>(hidden + at) + load<Floats>(side + at));
+        store(hidden + at, load<Floats>(hidden + at) + load<Floats>(side + at) * share);
     });
   }
 
@@ -200,6 +218,11 @@ class Walk {
                 [&](int which, int64_t row, int64_t panel, const Floats& sums) {
                   store(to[which] + row * strides[which] + panel * LANES, sums);
                 });
+    if (layer.together)
+      rows(count, width, [&](int64_t row) {
+        norm(to[0] + row * width, layer.query_norm, layer.lift, width, layer.epsilon, to[0] + row * width);
+        norm(to[1] + row * narrow, layer.key_norm, layer.lift, narrow, layer.epsilon, to[1] + row * narrow);
+      });
     const int64_t each = heads + 2 * key_heads;
     rows(count * each, size, [&](int64_t at) { place(layer, number, at / each, at % each, to); });
     float* mixed = room(mixed_, count * width);
@@ -225,10 +248,11 @@ class Walk {
     float* state = from[asks ? 0 : keyed ? 1 : 2] + (row * (asks ? layer.heads : layer.key_heads) + mine) * size;
     if (keyed) {
       const float* weight = asks ? layer.query_norm : layer.key_norm;
-      if (weight) norm(state, weight, layer.lift, size, layer.epsilon, state);
+      if (weight && !layer.together) norm(state, weight, layer.lift, size, layer.epsilon, state);
       const int64_t at = step_.positions[row] * rotated;
       if (layer.rotary >= 0)
-        rotate(state, step_.cosines[layer.rotary] + at, step_.sines[layer.rotary] + at, rotated);
+        (layer.paired ? rotate_pairs : rotate)(state, step_.cosines[layer.rotary] + at,
+                                               step_.sines[layer.rotary] + at, rotated);
     }
     if (asks) return;
     float* stored = (keyed ? step_.keys : step_.values)[number];
@@ -384,10 +408,10 @@ class Walk {
       norm(step_.hidden + step_.asked[row] * width, stack_.norm, stack_.lift, width, stack_.epsilon,
            side + row * width);
     });
-    const float cap = float(stack_.softcap);
+    const float cap = float(stack_.softcap), scale = float(stack_.scale);
     multiply<1>({&stack_.head}, x, step_.count, [&](int, int64_t row, int64_t panel, const Floats& sums) {
       const int64_t some = std::min<int64_t>(LANES, outputs - panel * LANES);
-      const Floats scores = cap > 0 ? tanh_of(sums / cap) * cap : sums;
+      const Floats scores = (cap > 0 ? tanh_of(sums / cap) * cap : sums) * scale;
       std::memcpy(step_.logits + row * outputs + panel * LANES, &scores, some * sizeof(float));
     });
   }

@@ -22,11 +22,16 @@ from .exact import seen_by
 from .fusing import is_plain
 from .packed import BLOCK, FORMATS, LANES, NUMBERS, PackedLinear, Weights, library
 
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # norms before and after both parts
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+NORMS = (  # of a layer: before and after attention, before and after the MLP
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+)
 NORMED = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
+MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+FUNCTION = {"act_fn", "activation_fn"}  # names of an activation
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.silu,
     lambda states: F.gelu(states, approximate="tanh"),
@@ -46,8 +51,9 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
         *((name, c_void_p) for name in ("query_norm", "key_norm")),
         *((name, Weights) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        *((name, c_int64) for name in ("heads", "key_heads", "size", "window", "rotary", "activation")),
-        *((name, c_double) for name in ("scaling", "softcap", "epsilon", "lift")),
+        *((name, c_int64) for name in ("heads", "key_heads", "size", "window", "together")),
+        *((name, c_int64) for name in ("rotary", "paired", "activation")),
+        *((name, c_double) for name in ("scaling", "softcap", "epsilon", "lift", "share")),
     )
 
 
@@ -58,7 +64,7 @@ class _Stack(ctypes.Structure):
         ("width", c_int64),
         ("norm", c_void_p),
         ("head", Weights),
-        *((name, c_double) for name in ("epsilon", "lift", "softcap")),
+        *((name, c_double) for name in ("epsilon", "lift", "softcap", "scale")),
     )
 
 
@@ -107,7 +113,9 @@ class Stack:
         self._kinds = list(dict.fromkeys(kind for _, kind, _ in layers))
         self._layers = (_Layer * len(layers))(*(self._layer(*layer) for layer in layers))
         weight, epsilon, lift = self._norm(norm, width)
-        self._stack = _Stack(self._layers, len(layers), width, weight, self._weights(head), epsilon, lift, softcap)
+        head = self._weights(head)
+        self._stack = _Stack(self._layers, len(layers), width, weight, head, epsilon, lift, softcap, scale=1.0)
+        self._scale = 1.0  # factor of embedded tokens
         self._places = self._pointers()
         self._angles = angles
         self._known = 0  # positions in the rotary tables
@@ -117,44 +125,51 @@ class Stack:
         if not has_common_form(layer):
             raise Unusual(f"a layer of {sorted(layer._modules)}")
         attention, mlp = layer.self_attn, layer.mlp
-        around, normed = {*layer._modules} >= AROUND, {*attention._modules} >= NORMED
-        linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        matrices = [self._weights(part) for part in linear]
         size = int(attention.head_dim)
-        if size % LANES or matrices[3].inputs % BLOCK or mlp.gate_proj.out_features % BLOCK:
+        if "qkv_proj" in attention._modules:
+            narrow = int(attention.num_key_value_heads) * size
+            wide = attention.qkv_proj.out_features - 2 * narrow
+            matrices = self._parts(attention.qkv_proj, wide, narrow, narrow)
+        else:
+            matrices = [self._weights(attention._modules[name]) for name in ("q_proj", "k_proj", "v_proj")]
+        matrices.append(self._weights(attention.o_proj))
+        if "gate_up_proj" in mlp._modules:
+            matrices += self._parts(mlp.gate_up_proj, *[mlp.gate_up_proj.out_features // 2] * 2)
+        else:
+            matrices += [self._weights(mlp.gate_proj), self._weights(mlp.up_proj)]
+        matrices.append(self._weights(mlp.down_proj))
+        if size % LANES or matrices[3].inputs % BLOCK or matrices[4].outputs % BLOCK:
             raise Unusual(f"heads of {size}")
         if any(len({part.type in FORMATS for part in group}) > 1 for group in (matrices[:3], matrices[4:6])):
             raise Unusual("products of the same states with quantized and other matrices")
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        if around:
-            norms += [layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm]
-        weights, epsilons, lifts = zip(*(self._norm(norm, self.width) for norm in norms), strict=True)
         found = _Layer(
-            before_attention=weights[0],
-            after_attention=weights[1] if around else None,
-            before_mlp=weights[2 if around else 1],
-            after_mlp=weights[3] if around else None,
             heads=matrices[0].outputs // size,
             key_heads=matrices[1].outputs // size,
             size=size,
             window=window,
             rotary=self._kinds.index(kind),
-            activation=_activation(mlp.act_fn),
+            activation=_activation(next(part for name, part in mlp._modules.items() if name in FUNCTION)),
             scaling=float(attention.scaling),
             softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0),
-            epsilon=epsilons[0],
-            lift=lifts[0],
+            share=float(getattr(layer, "residual_multiplier", 1.0)),
         )
-        if normed:
-            (found.query_norm, _, one), (found.key_norm, _, other) = (
-                self._norm(part, size) for part in (attention.q_norm, attention.k_norm)
-            )
-            lifts += (one, other)
-        if len({*lifts}) > 1:
-            raise Unusual("norms of several kinds")
         for name, matrix in zip(("query", "key", "value", "out", "gate", "up", "down"), matrices, strict=True):
             setattr(found, name, matrix)
+        places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        names = zip(places, _norms(layer), strict=True)
+        norms = [(place, layer._modules[name], self.width) for place, name in names if name]
+        if "q_norm" in attention._modules:
+            found.together = attention.q_norm.weight.numel() > size
+            sizes = (matrices[0].outputs, matrices[1].outputs) if found.together else (size, size)
+            norms += [("query_norm", attention.q_norm, sizes[0]), ("key_norm", attention.k_norm, sizes[1])]
+        kinds = set()
+        for place, norm, normed in norms:
+            weight, *about = self._norm(norm, normed)
+            setattr(found, place, weight)
+            kinds.add(tuple(about))
+        if len(kinds) > 1:
+            raise Unusual("norms of several kinds")
+        ((found.epsilon, found.lift),) = kinds
         return found
 
     def _weights(self, linear: Any) -> Weights:
@@ -169,6 +184,19 @@ class Stack:
         outputs, inputs = linear.weight.shape
         bias = None if linear.bias is None else self._numbers(linear, "bias", padded=True)
         return Weights(self._numbers(linear, "weight"), bias, NUMBERS[torch.float32], outputs, inputs)
+
+    def _parts(self, linear: Any, *outputs: int) -> list[Weights]:
+        """The same for some outputs each, one after the other."""
+        whole = self._weights(linear)
+        found, start = [], 0
+        for count in outputs:
+            if start % LANES:  # within a panel
+                raise Unusual("parts of a product")
+            cells = whole.cells + library().packed_bytes(whole.type, start, whole.inputs)
+            bias = whole.bias and whole.bias + start * 4
+            found.append(Weights(cells, bias, whole.type, count, whole.inputs))
+            start += count
+        return found
 
     def _numbers(self, module: nn.Module, name: str, padded: bool = False) -> int:
         """The pointer to a weight in float32. `padded`: C++ reads whole panels of it."""
@@ -206,7 +234,11 @@ class Stack:
         self, pool: Pool, rows: Placed, logits: int | Sequence[int], start: int, stop: int, hidden: torch.Tensor | None
     ) -> Output:
         """`Model.forward`."""
-        states = self.embed(rows.tokens) if hidden is None else hidden.clone(memory_format=torch.contiguous_format)
+        if hidden is None:
+            states = self.embed(rows.tokens)
+            states = states if self._scale == 1 else states * self._scale
+        else:
+            states = hidden.clone(memory_format=torch.contiguous_format)
         asked = asked_rows(logits, len(rows), states.device)
         scores = torch.empty(len(asked), self.outputs)
         keys, values, capacity = self._storage(pool)
@@ -256,29 +288,61 @@ class Stack:
             rows = pools[0].place_text(theirs, len(text)), pools[1].place_text(mine, len(text))
             hidden = general(pools[0], rows[0], 0, 0, 0).hidden
             rounding = ROUGH if self._rough else ROUNDING
-            if not _near(self.embed(rows[1].tokens), hidden, rounding):
+            embedded = self.embed(rows[1].tokens)
+            self._scale = self._factor(embedded, hidden)
+            if not _near(embedded * self._scale, hidden, rounding):
                 return False
-            for layer in range(layers):
-                asked = len(text) if layer == layers - 1 else 0
-                one = general(pools[0], rows[0], asked, layer, layer + 1, hidden)
-                other = self.forward(pools[1], rows[1], asked, layer, layer + 1, hidden)
-                if not _near(other.hidden - hidden, one.hidden - hidden, rounding):
-                    self._layers[layer].rotary = -1  # some models have layers without rotary embedding
-                    other = self.forward(pools[1], rows[1], asked, layer, layer + 1, hidden)
-                    if not _near(other.hidden - hidden, one.hidden - hidden, rounding):
-                        return False
+            for number in range(layers):
+                asked = len(text) if number == layers - 1 else 0
+                one = general(pools[0], rows[0], asked, number, number + 1, hidden)
+                layer = self._layers[number]
+                for rotary, paired in ((layer.rotary, 0), (layer.rotary, 1), (-1, 0)):
+                    layer.rotary, layer.paired = rotary, paired
+                    other = self.forward(pools[1], rows[1], asked, number, number + 1, hidden)
+                    if _near(other.hidden - hidden, one.hidden - hidden, rounding):
+                        break
+                else:
+                    return False
                 hidden = one.hidden
-            return _near(other.logits, one.logits, rounding)
+            self._stack.scale = self._factor(other.logits, one.logits)
+            return _near(other.logits * self._stack.scale, one.logits, rounding)
+
+    def _factor(self, found: torch.Tensor, expected: torch.Tensor) -> float:
+        """What `found` must be multiplied by to be most like `expected`; 1 if that is near, or if both are rounded."""
+        found, expected = found.detach().double().flatten(), expected.double().flatten()
+        factor = float((found @ expected / (found @ found)).float())
+        return 1.0 if self._rough or abs(factor - 1) <= ROUNDING else factor
 
 
 def has_common_form(layer: Any) -> bool:
     """Whether a decoder layer has the parts that layers.cpp computes, by their names."""
-    parts = layer._modules
+    if not {"self_attn", "mlp"} <= layer._modules.keys() or not _norms(layer):
+        return False
+    attention, mlp = _names(layer.self_attn), _names(layer.mlp)
+    normed = attention & NORMED
     return (
-        parts.keys() in (LAYER, LAYER | AROUND)
-        and parts["self_attn"]._modules.keys() in (ATTENTION, ATTENTION | NORMED)
-        and parts["mlp"]._modules.keys() == MLP
+        normed in (set(), NORMED)
+        and attention - normed in ATTENTION
+        and len(mlp & FUNCTION) == 1
+        and mlp - FUNCTION in MLP
     )
+
+
+def _norms(layer: Any) -> tuple[str, ...]:
+    """The names of a layer's norms, in the order of NORMS; empty if these are others."""
+    names = _names(layer) - {"self_attn", "mlp"}
+    if any(_numbers(layer._modules[name]) != {"weight"} for name in names):  # others have a bias, or nothing
+        return ()
+    return next((norms for norms in NORMS if names == {*norms} - {""}), ())
+
+
+def _numbers(module: Any) -> set[str]:
+    return {name for name, weight in module._parameters.items() if weight is not None}
+
+
+def _names(module: Any) -> set[str]:
+    """The names of a module's parts but dropouts."""
+    return {name for name, part in module._modules.items() if part is not None and not isinstance(part, nn.Dropout)}
 
 
 def _near(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:
