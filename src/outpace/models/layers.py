@@ -331,13 +331,10 @@ def has_common_form(layer: Any) -> bool:
 def _norms(layer: Any) -> tuple[str, ...]:
     """The names of a layer's norms, in the order of NORMS; empty if these are others."""
     names = _names(layer) - {"self_attn", "mlp"}
-    if any(_numbers(layer._modules[name]) != {"weight"} for name in names):  # others have a bias, or nothing
-        return ()
+    owned = (layer._modules[name]._parameters for name in names)
+    if any({name for name, weight in own.items() if weight is not None} != {"weight"} for own in owned):
+        return ()  # with a bias, or without any weights
     return next((norms for norms in NORMS if names == {*norms} - {""}), ())
-
-
-def _numbers(module: Any) -> set[str]:
-    return {name for name, weight in module._parameters.items() if weight is not None}
 
 
 def _names(module: Any) -> set[str]:
