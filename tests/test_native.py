@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from platform import machine
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch import nn
 
 import outpace
 from outpace import Autoregressive, Decoder, InputError, Method, Sampling
-from outpace.errors import OutpaceWarning
+from outpace.errors import InvalidLogits, ModelError, OutpaceWarning
 from outpace.models import layers, packing
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
@@ -34,6 +35,16 @@ from .test_lossless import methods_for, prompt_of
 from .test_packed import saved
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+}
 NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "SmolLM3")
 KINDS = [pytest.param(dtype, id=kind.name) for dtype, kind in NUMBERS.items()]
 
@@ -98,6 +109,7 @@ def test_other_instruction_sets_compute_the_same(
     dtype: torch.dtype, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = draw(50, 544).to(dtype)
+    weights[7, 3] = float("inf")
     here = [product(weights, draw(count, 544)) for count in (1, 7, 40)]
     there = library((*FLAGS, *extra))
     monkeypatch.setattr("outpace.models.packed.library", lambda: there)
@@ -153,9 +165,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_write_the_text_of_torch(name: str) -> None:
-    shape = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"max_position_embeddings": CONTEXT, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
-    model = build(name, {**shape, **SIZES, **FAMILIES[name]}, 0, torch.float32)
+    model = build(name, {**SHAPE, **SIZES, **FAMILIES[name]}, 0, torch.float32)
     native, torchs = (Decoder(model, method="lookahead", runtime=runtime) for runtime in ("native", "plain"))
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
         texts = [
@@ -166,6 +176,36 @@ def test_other_families_write_the_text_of_torch(name: str) -> None:
     narrow = packing.narrow_weights(copy.deepcopy(model).bfloat16().float())
     assert any(isinstance(module, PackedLinear) for module in narrow.modules())
     assert Decoder(narrow, method="autoregressive").engine.name == "native"
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 1e4,
+}
+SCALED = {"rope_type": "default", "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(("name", "rope"), [("Llama", LONGROPE), ("Ministral3", {**SCALED, "rope_theta": 1e4})])
+def test_what_depends_on_positions_in_other_ways_runs_in_torch(name: str, rope: dict[str, Any]) -> None:
+    """Small positions do not show it."""
+    model = build(name, {**SHAPE, **SIZES, "rope_parameters": rope}, 0, torch.float32)
+    assert Decoder(model).engine.name == "plain"
+
+
+def test_rotary_angles_end_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it, some models change all of them. Tables grow, and are computed in parts."""
+    monkeypatch.setattr(layers, "POSITIONS", 16)
+    monkeypatch.setattr("outpace.models.hf.ANGLES", 50)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = build("Llama", {**SHAPE, **SIZES, "rope_parameters": rope}, 0, torch.float32)
+    native, torchs = (Decoder(model, method="autoregressive", runtime=runtime) for runtime in ("native", "plain"))
+    for length in (10, 60, 130, 20):
+        prompt = prompt_of(2, length)
+        found, expected = (decoder.generate(prompt, max_new_tokens=20).token_ids for decoder in (native, torchs))
+        assert found == expected
 
 
 def test_the_prompt_has_the_same_bits_in_any_chunks() -> None:
@@ -239,6 +279,87 @@ def test_changed_weights_are_used(way: str) -> None:
     assert found == written(Decoder(model, method="autoregressive", runtime="plain"))
     assert found != before
     assert decoder.engine.name == "native"
+
+
+def transposed(model: Any) -> None:
+    linear = model.model.layers[1].self_attn.q_proj
+    linear.weight.data = linear.weight.data.T
+
+
+def biased(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.bias = nn.Parameter(draw(SIZES["intermediate_size"]))
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[2].mlp.register_forward_hook(lambda _module, _given, found: found * -2)
+
+
+@pytest.mark.parametrize("change", [transposed, biased, hooked])
+def test_what_cannot_be_computed_any_more_runs_in_torch(change: Any) -> None:
+    model = fresh()
+    decoder = Decoder(model, method="autoregressive")
+    before = written(decoder)
+    change(model)
+    found = written(decoder)
+    assert found == written(Decoder(model, method="autoregressive", runtime="plain"))
+    assert found != before
+    known = decoder.engine
+    assert (known.name, known.exact) == (("native", True) if change is biased else ("plain", False))
+    assert written(decoder) == found
+    assert decoder.engine is known
+
+
+def test_embeddings_of_another_dtype_are_an_error() -> None:
+    model = copy.deepcopy(tiny("Llama", tie_word_embeddings=False, **SIZES))
+    decoder = Decoder(model, method="autoregressive")
+    written(decoder)
+    model.model.embed_tokens.bfloat16()
+    with pytest.raises(ModelError, match=r"embeddings are in torch.bfloat16.*make a new Decoder"):
+        written(decoder)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj"])
+def test_nan_is_an_error(name: str, part: str) -> None:
+    """In scores, behind a softmax, and under a softcap."""
+    model = fresh(name)
+    decoder = Decoder(model, method="autoregressive")
+    with torch.no_grad():
+        model.model.layers[1].get_submodule(part).weight[3, 5] = float("nan")
+    assert decoder.engine.name == "native"
+    with pytest.raises(InvalidLogits, match="NaN"):
+        written(decoder)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.device("meta")])
+def test_torchs_defaults_do_not_matter(default: Any) -> None:
+    decoder = Decoder(fresh(), method="autoregressive")
+    weights, bias, rows = draw(20, 16), draw(20), draw(3, 16)
+    expected, products = written(decoder), product(weights, rows, bias)
+    before = torch.get_default_dtype()
+    with default if isinstance(default, torch.device) else nullcontext():
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        try:
+            assert torch.equal(product(weights, rows, bias), products)
+            if isinstance(default, torch.dtype):
+                assert written(decoder) == expected
+        finally:
+            torch.set_default_dtype(before)
+
+
+def test_flushing_denormal_numbers_does_not_matter() -> None:
+    weights, rows = 1e-20 * draw(160, 640), 1e-20 * draw(3, 640)
+    expected = product(weights, rows)
+    assert expected.abs().max() < 1e-37
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush them")
+    try:
+        found = [product(weights, rows) for _ in range(20)]
+        assert (torch.tensor([1e-30]) * 1e-10).item() == 0  # it is set again
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(each, expected) for each in found)
 
 
 @pytest.mark.parametrize("place", ["model.layers.0.mlp.up_proj", "model.layers.1", "model.norm"])

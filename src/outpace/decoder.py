@@ -97,7 +97,7 @@ class Decoder:
 
     @property
     def engine(self) -> Engine:
-        """Runs the forward passes. It is created for the model as it is, and again when adapters are switched."""
+        """Runs the forward passes. It is created for the model as it is, and again if that changes much."""
         with self._changing:
             if self._engine is None:
                 self._engine = self._new_engine()
@@ -122,13 +122,18 @@ class Decoder:
         return engine
 
     def _follow(self) -> Engine:
-        """The engine, a new one if adapters were switched. Drops cached KV if weights have changed."""
+        """The engine, a new one if adapters were switched, or if C++ code cannot compute the model as it is now.
+
+        Drops cached KV if weights have changed.
+        """
         if self._watch is None:
             return self.engine
         with self._changing:
-            if self._watch.adapters() != self._adapters:
+            outdated = self._engine is not None and getattr(self._engine.model, "outdated", False)
+            if outdated or self._watch.adapters() != self._adapters:
                 if not self._grows:
-                    raise InputError("the model's adapters were switched. Create a new Decoder on all ranks.")
+                    what = "model was changed" if outdated else "model's adapters were switched"
+                    raise InputError(f"the {what}. Create a new Decoder on all ranks.")
                 self._engine = None  # frees its memory first
             engine, stamp = self.engine, self._watch.stamp()
             changed, self._stamp = stamp != self._stamp, stamp
@@ -418,7 +423,7 @@ class Batch:
         if not self.requests:
             self._engine = request.engine
         if request.engine is not self._engine:
-            raise InputError("the model's adapters were switched since this batch began. Start another batch.")
+            raise InputError("the model or its adapters were changed since this batch began. Start another batch.")
         with self._engine.turns:
             self.requests.append(request)
             self._texts.append(text)

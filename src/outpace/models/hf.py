@@ -31,6 +31,7 @@ from .products import load as load_operators
 from .traits import Traits
 
 CHUNK = 512
+ANGLES = 4096  # positions whose rotary angles are computed at a time, for which all are embedded
 
 
 class HFModel:
@@ -62,8 +63,11 @@ class HFModel:
         self._control = Control(self.layers)
         self._fusion = Fusion()
         self._products = Products()
+        modules = [*self._mirror.modules()]
+        self._hooks = [hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._exact = False
         self._stack: Stack | None = None  # computes the layers instead of the mirror
+        self._was_native = False
         self._kinds = set(traits.layer_types)
         self._decoder, self._gates = with_gates(self._mirror, traits.layer_types, self._control)
         self._outside = [
@@ -157,42 +161,70 @@ class HFModel:
         Weights stay where they are. `unfuse` undoes it. A model with hooks is left to torch, which calls them.
         """
         self._stack = None
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self._mirror.modules()):
+        if not self.lists or self.turn is not None or any(self._hooks):
             return False
         try:
             layers = [(gate.layer, gate.kind, self._traits.windows.get(gate.kind) or 0) for gate in self._gates]
-            stack = Stack(self.ends(), layers, self.width, self._angles, self._traits.softcap)
-            fits = self.lists and stack.agrees(self.forward, self.vocabulary, self.layers)
+            stack = Stack(self.ends(), layers, self.width, self.context, self._angles, self._traits.softcap)
+            fits = not self._counts_positions() and stack.agrees(self.forward, self.vocabulary, self.layers)
         except (Unusual, UnsupportedModel, AttributeError, RuntimeError, TypeError):  # a missing or another part
             fits = False
         self._stack = stack if fits else None
+        self._was_native |= fits
         return fits
+
+    def _counts_positions(self) -> bool:
+        """Whether layers compute with positions in another way than by rotary angles: Ministral 3 scales queries."""
+        pool, found = Pool(self.device, capacity=16), []
+        with pool.sequence([5, 8, 11]) as sequence:
+            rows = pool.place_text(sequence, 3)
+            for ahead in (0, self.context - 4, (self.context - 4) // 3):
+                self._control.ahead = ahead
+                try:
+                    found.append(self.forward(pool, rows, 3).logits)
+                finally:
+                    self._control.ahead = 0
+        return not all(torch.equal(found[0], other) for other in found[1:])
 
     def _is_native(self) -> bool:
         """Whether C++ code computes the layers. If weights have moved, it is made again."""
-        return self._stack is not None and (self._stack.is_current() or self.compute_natively())
+        if self._stack is None or any(self._hooks):
+            return False
+        return self._stack.is_current() or self.compute_natively()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether C++ code computed the layers, and cannot any more, as the model has been changed."""
+        if not self._was_native:
+            return False
+        if self._stack is not None and not self._stack.is_unchanged():
+            self.compute_natively()
+        return not self._is_native()
 
     @torch.inference_mode()
     def _angles(self, count: int) -> Angles:
         """The rotary angles of the first `count` positions, by type of layer, as the decoder passes them."""
         pool = Pool(self.device, capacity=1)
-        tokens = torch.zeros(1, count, dtype=torch.long)
         with pool.sequence([0]) as sequence:
             cache = PoolCache(pool, pool.place_text(sequence, 1))
-        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._control.angles = found
+        parts: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
         try:
-            with self._functions():
-                self._mirror(
-                    input_ids=tokens,
-                    position_ids=torch.arange(count)[None],
-                    past_key_values=cache,
-                    attention_mask=tokens[None],
-                    logits_to_keep=1,
-                )
+            for start in range(0, count, ANGLES):
+                some = torch.arange(start, min(count, start + ANGLES), device=self.device)[None]
+                parts.append({})
+                self._control.angles = parts[-1]
+                with self._functions():
+                    self._mirror(
+                        input_ids=torch.zeros_like(some),
+                        position_ids=some,
+                        past_key_values=cache,
+                        attention_mask=torch.zeros_like(some),
+                        logits_to_keep=1,
+                    )
         finally:
             self._control.clear()
-        return found
+        tables = {kind: zip(*(part[kind] for part in parts), strict=True) for kind in parts[0]}
+        return {kind: (torch.cat(next(pair)), torch.cat(next(pair))) for kind, pair in tables.items()}
 
     def unfuse(self) -> None:
         """Undo all of these: the model's weights get memory of their own again, and torch computes the products."""

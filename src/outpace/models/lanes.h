@@ -239,7 +239,8 @@ INLINE auto highest(const Vector& values) {
 
 // e to the power of x, to about 2 ulp.
 INLINE Floats exponential(const Floats& of) {
-  const Floats x = -larger(-larger(of, splat(-87.0f)), splat(-88.0f));
+  // `larger` returns its second argument if one is NaN: NaN stays NaN.
+  const Floats x = -larger(splat(-88.0f), -larger(splat(-87.0f), of));
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = fused(x, splat(1.44269504f), magic);
   const Floats whole = shifted - magic;
@@ -281,6 +282,8 @@ INLINE FloatPart from_halves(const uint8_t* from) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     value *= 5.192296858534828e33f;  // 2^112
+    if ((half & 0x7c00) == 0x7c00) value *= INFINITY;  // infinite, or
+    if ((half & 0x7fff) > 0x7c00) value -= value;      // NaN
     values[lane] = half & 0x8000 ? -value : value;
   }
   return values;

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..errors import ModelError
 from ..pool import Placed, Pool
 from .adapter import Output, asked_rows
 from .exact import seen_by
@@ -96,6 +97,7 @@ class Stack:
         ends: tuple[Any, Any, Any],
         layers: Sequence[tuple[nn.Module, str, int]],
         width: int,
+        context: int,
         angles: Callable[[int], Angles],
         softcap: float = 0.0,
     ) -> None:
@@ -116,8 +118,8 @@ class Stack:
         head = self._weights(head)
         self._stack = _Stack(self._layers, len(layers), width, weight, head, epsilon, lift, softcap, scale=1.0)
         self._scale = 1.0  # factor of embedded tokens
-        self._places = self._pointers()
-        self._angles = angles
+        self._places, self._forms = self._pointers(), self._layouts()
+        self._angles, self._context = angles, context
         self._known = 0  # positions in the rotary tables
         self._pool: tuple[Any, ...] = ()  # the pool's storage, and the pointers to it
 
@@ -182,6 +184,8 @@ class Stack:
         if type(linear) is not nn.Linear:
             raise Unusual(f"a product by {type(linear).__name__}")
         outputs, inputs = linear.weight.shape
+        if linear.bias is None:
+            self._live.append((linear, "bias"))
         bias = None if linear.bias is None else self._numbers(linear, "bias", padded=True)
         return Weights(self._numbers(linear, "weight"), bias, NUMBERS[torch.float32], outputs, inputs)
 
@@ -214,14 +218,25 @@ class Stack:
         if epsilon is None or weight is None or not _is_readable(weight):
             raise Unusual(f"a norm {type(norm).__name__}")
         with torch.inference_mode():
-            factors = norm(torch.full((1, size), 1024.0))[0]
+            factors = norm(torch.full((1, size), 1024.0, dtype=torch.float32, device="cpu"))[0]
             lift = next((lift for lift in LIFTS if torch.allclose(factors, weight + lift, rtol=1e-5, atol=1e-6)), None)
         if lift is None:
             raise Unusual(f"a norm {type(norm).__name__}")
         return self._numbers(norm, "weight"), float(epsilon), lift
 
+    def _read(self) -> list[torch.Tensor | None]:
+        """All weights that C++ has pointers to, and those whose absence it counts on."""
+        return [module._parameters[name] for module, name in self._live]
+
     def _pointers(self) -> list[int]:
-        return [module._parameters[name].data_ptr() for module, name in self._live]  # type: ignore[union-attr]
+        return [0 if weight is None else weight.data_ptr() for weight in self._read()]
+
+    def _layouts(self) -> list[object]:
+        return [weight is not None and (weight.dtype, weight.shape, weight.stride()) for weight in self._read()]
+
+    def is_unchanged(self) -> bool:
+        """As `is_current`, and whether all weights have the layout that they had: slower, for once a sequence."""
+        return self.is_current() and self._layouts() == self._forms
 
     def is_current(self) -> bool:
         """Whether all weights are where they were: moved ones have other storage, and perhaps another dtype."""
@@ -239,8 +254,10 @@ class Stack:
             states = states if self._scale == 1 else states * self._scale
         else:
             states = hidden.clone(memory_format=torch.contiguous_format)
+        if states.dtype != torch.float32 or not states.is_contiguous():  # C++ would write beyond them
+            raise ModelError(f"the embeddings are in {states.dtype}, and the layers in float32: make a new Decoder.")
         asked = asked_rows(logits, len(rows), states.device)
-        scores = torch.empty(len(asked), self.outputs)
+        scores = torch.empty(len(asked), self.outputs, dtype=torch.float32, device="cpu")
         keys, values, capacity = self._storage(pool)
         cosines, sines, rotated = self._turns(int(rows.numbers[1].max()) + 1)
         seen = seen_by(rows)
@@ -264,7 +281,7 @@ class Stack:
         if first is None or not self._pool or self._pool[0] is not first[0]:
             stored = []
             for number, layer in enumerate(self._layers):
-                like = torch.empty(1, layer.key_heads, 1, layer.size)
+                like = torch.empty(1, layer.key_heads, 1, layer.size, dtype=torch.float32, device="cpu")
                 stored.append(pool.stored(number) or pool.store(number, like, like))
             pointers = [(c_void_p * len(stored))(*(pair[part].data_ptr() for pair in stored)) for part in (0, 1)]
             self._pool = (stored[0][0], pointers, *map(addressof, pointers), stored[0][0].shape[2])
@@ -272,7 +289,7 @@ class Stack:
 
     def _turns(self, positions: int) -> tuple[int, int, int]:
         if positions > self._known:
-            self._known = max(POSITIONS, 1 << (positions - 1).bit_length())
+            self._known = max(positions, min(self._context, max(POSITIONS, 1 << (positions - 1).bit_length())))
             found = self._angles(self._known)
             tables = [tuple(part.float().contiguous() for part in found[kind]) for kind in self._kinds]
             pointers = [(c_void_p * len(tables))(*(table[part].data_ptr() for table in tables)) for part in (0, 1)]
@@ -352,7 +369,7 @@ def _is_readable(weight: torch.Tensor) -> bool:
 
 
 def _activation(function: Any) -> int:
-    states = torch.linspace(-8, 8, 97)
+    states = torch.linspace(-8, 8, 97, dtype=torch.float32, device="cpu")
     with torch.inference_mode():
         for number, known in enumerate(ACTIVATIONS):
             if torch.allclose(function(states), known(states), rtol=1e-4, atol=1e-5):

@@ -117,6 +117,7 @@ class Control:
         self.kept: tuple[int, ...] = ()  # hidden states after these layers are kept too
         self.seen: dict[int, Any] | None = None  # the decoder's own masks, by layer
         self.sizes: set[tuple[int, int]] | None = None  # of keys and values, where wanted
+        self.ahead = 0  # added to the positions that layers get, but not to their rotary angles
         self.clear()
 
     def clear(self) -> None:
@@ -202,6 +203,8 @@ class Gate(nn.Module):
         if control.angles is not None and kwargs.get("position_embeddings") is not None:
             cosines, sines = kwargs["position_embeddings"]
             control.angles[self.kind] = cosines[0], sines[0]
+        if control.ahead and kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"] + control.ahead
         if self.index == 0 and control.hidden is not None:
             hidden = control.hidden  # rows that continue from a middle layer need no embeddings
         if control.seen is not None:

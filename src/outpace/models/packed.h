@@ -228,7 +228,7 @@ INLINE void round_block(const float* from, Block& to, int64_t row) {
   const int32_t bits = highest(larger(as<Ints>(parts[0]) & 0x7fffffff, as<Ints>(parts[1]) & 0x7fffffff));
   float most;
   std::memcpy(&most, &bits, sizeof most);
-  const float by = most > 0 ? 127.0f / most : 0.0f;
+  const float by = most > 1e-36f ? 127.0f / most : 0.0f;  // of smaller numbers it would be infinite
   int32_t sums[2];
   for (int half = 0; half < 2; half++) {
     const Floats magic = splat(12582912.0f);
@@ -236,8 +236,9 @@ INLINE void round_block(const float* from, Block& to, int64_t row) {
     store(codes, as<Ints>(parts[half] * by + magic) - as<Ints>(magic));  // to the nearest, ties to even
     sums[half] = 0;
     for (int lane = 0; lane < LANES; lane++) {
-      to.codes[2 * half + lane / CHUNK][side][lane % CHUNK] = int8_t(codes[lane]);
-      sums[half] += codes[lane];
+      const int8_t code = int8_t(codes[lane]);  // of NaN, codes are large
+      to.codes[2 * half + lane / CHUNK][side][lane % CHUNK] = code;
+      sums[half] += code;
     }
   }
   to.scale[side] = most / 127.0f;

@@ -77,7 +77,7 @@ class Matrix:
         needed = library().packed_bytes(kind, self.outputs, self.inputs)
         if not needed:
             raise InputError(f"there are no packed products of type {kind.name} with {self.inputs} inputs.")
-        self.cells = torch.zeros(needed, dtype=torch.uint8)
+        self.cells = torch.zeros(needed, dtype=torch.uint8, device="cpu")
         raw = np.ascontiguousarray(raw).view(np.uint8)
         order = None if order is None else np.ascontiguousarray(order, np.int64)
         library().packed_fill(
@@ -109,7 +109,7 @@ class Matrix:
         if outputs.is_floating_point():  # hidden states, when a model's modules are tried out
             raise TypeError(f"row indices must be integers, not {outputs.dtype}")
         asked = outputs.reshape(-1).to(torch.int64).contiguous()
-        found = torch.empty(len(asked), self.inputs)
+        found = torch.empty(len(asked), self.inputs, dtype=torch.float32, device="cpu")
         if len(asked):
             if not (int(asked.min()) >= 0 and int(asked.max()) < self.outputs):
                 raise IndexError(f"rows {asked.tolist()} of a matrix of {self.outputs}")
@@ -133,7 +133,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = matrix.inputs, matrix.outputs
         filled = None
         if bias is not None:  # padded to whole panels
-            filled = torch.zeros(-(-matrix.outputs // LANES) * LANES)
+            filled = torch.zeros(-(-matrix.outputs // LANES) * LANES, dtype=torch.float32, device="cpu")
             filled[: matrix.outputs] = bias.detach().float()
         self.register_buffer("filled", filled, persistent=False)
 
@@ -154,7 +154,7 @@ class PackedLinear(nn.Module):
         if states.shape[-1] != self.in_features:  # C++ would write beyond the output
             raise RuntimeError(f"a product with {self.in_features} inputs was given {states.shape[-1]}")
         rows = states.to(torch.float32).contiguous()
-        out = torch.empty(*rows.shape[:-1], self.out_features)
+        out = torch.empty(*rows.shape[:-1], self.out_features, dtype=torch.float32, device="cpu")
         count = rows.numel() // self.in_features
         if count:
             library().packed_linear(byref(self.weights()), rows.data_ptr(), count, out.data_ptr(), _threads())

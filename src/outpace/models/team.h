@@ -6,10 +6,11 @@
 
 #pragma once
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -53,23 +54,36 @@ class Team {
   class Turn {
    public:
     explicit Turn(int threads) : lock_(mutex()) {
-      static std::unique_ptr<Team> team;
-      if (team && team->process_ != getpid()) (void)team.release();  // after a fork the threads are gone
+      // The caller may flush denormal numbers, and helpers keep the settings of the thread that has made them.
+      std::fegetenv(&settings_);
+      std::fesetenv(FE_DFL_ENV);
+      std::unique_ptr<Team>& team = Turn::team();
       if (!team || team->size_ != threads) {
         team.reset();
         team.reset(new Team(threads));
       }
       team_ = team.get();
     }
+    ~Turn() { std::fesetenv(&settings_); }
     Team* operator->() const { return team_; }
     Team& operator*() const { return *team_; }
 
    private:
+    static std::unique_ptr<Team>& team() {
+      static std::unique_ptr<Team> team;
+      return team;
+    }
+    // After a fork there is a new one: a thread that is gone may have locked the old one. So are the team's threads.
     static std::mutex& mutex() {
-      static std::mutex mutex;
-      return mutex;
+      static std::atomic<std::mutex*> mutex{new std::mutex};
+      [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, [] {
+        mutex = new std::mutex;
+        (void)team().release();
+      });
+      return *mutex;
     }
     std::lock_guard<std::mutex> lock_;
+    std::fenv_t settings_;
     Team* team_;
   };
 
@@ -105,7 +119,7 @@ class Team {
   }
 
  private:
-  explicit Team(int size) : size_(size), process_(getpid()) {
+  explicit Team(int size) : size_(size) {
     for (int number = 1; number < size; number++) {
       threads_.emplace_back([this] {
         for (uint32_t known = 0;;) {
@@ -139,7 +153,6 @@ class Team {
   }
 
   const int size_;
-  const pid_t process_;
   std::vector<std::thread> threads_;
   std::atomic<void (*)(void*, int64_t, int64_t)> call_{nullptr};
   std::atomic<void*> share_{nullptr};
