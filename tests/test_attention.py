@@ -301,7 +301,6 @@ def test_exact_rows_have_the_same_bits_in_full_tiles(joined: bool, monkeypatch: 
     written = Written(1, heads=8, size=72)
     past, count = 250, 16
     join(monkeypatch, joined)
-    monkeypatch.setattr(attention, "COLUMNS", 16)
     tiles, start = list[int](), attention._start_exactly
     with monkeypatch.context() as patch:
         patch.setattr(attention, "_start_exactly", lambda *given: tiles.append(given[7]["TILE"]) or start(*given))

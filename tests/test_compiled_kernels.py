@@ -69,8 +69,9 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
         for tile in (16, 32, 64):
             made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "JOINED": joined}
             found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path, attention.WARPS)
-        for columns, warps in ((attention.COLUMNS, 1), (size, 1), (size, 2)):
-            made = {**shared, "HEADS": 4, "JOINED": joined, "COLUMNS": columns}
+        for columns, warps in ((16, 1), (32, 1), (size, 1), (size, 2)):
+            unroll = attention._unroll(columns, size, joined)
+            made = {**shared, "HEADS": 4, "JOINED": joined, "COLUMNS": columns, "UNROLL": unroll}
             found["merge", joined, columns, warps] = compiled(kernels.merge_exactly, made, tmp_path, warps)
     spilled = {kind: int(re.findall(r"(\d+) bytes spill stores", said)[-1]) for kind, (said, _) in found.items()}
     some = spilled.pop(("merge", False, size, 1))  # bytes of a thread, once for a row

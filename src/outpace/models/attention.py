@@ -55,7 +55,7 @@ OWN = 32  # the last keys of a row, its own included, that are processed for thi
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
 JOIN = 1.8  # from this many programs per multiprocessor, one program walks a group of splits
-COLUMNS = 32  # features per program of the last kernel, if there are few programs
+COLUMNS = (16, 32)  # features per program of the last kernel, if there are few rows
 
 
 def attend_by_mask(
@@ -270,6 +270,19 @@ def _joined(tiles: int, span: int, processors: int) -> bool:
     return tiles * _groups(span) >= JOIN * processors
 
 
+def _columns(programs: int, padded: int, processors: int) -> int:
+    """The features per program that merges splits: with few programs, more of them read at a time."""
+    fewest, few = COLUMNS
+    if programs * padded <= processors * fewest:
+        return fewest
+    return few if programs <= processors and padded > 2 * few else padded
+
+
+def _unroll(columns: int, padded: int, joined: bool) -> int:
+    """How many groups are loaded at a time, as far as registers allow."""
+    return 8 if columns == COLUMNS[0] else 4 if joined or columns < padded else 2
+
+
 def _start_exactly(
     given: Tensors,
     lists: SlotLists,
@@ -307,7 +320,7 @@ def _start_exactly(
         **options,
     )
     padded = options["PADDED"]
-    columns = COLUMNS if rows * units <= processors and padded > 2 * COLUMNS else padded
+    columns = _columns(rows * units, padded, processors)
     kernels.merge_exactly[(rows, units, padded // columns)](
         *(*given, lists.text, lists.length, lists.positions, lists.tree, lists.tree.stride(0), sums, peaks, mixed),
         *(*strides, rows, heads, splits, factor, lists.whose, line),
@@ -317,6 +330,7 @@ def _start_exactly(
         TOGETHER=TOGETHER,
         JOINED=joined,
         COLUMNS=columns,
+        UNROLL=_unroll(columns, padded, joined),
         **{**options, "num_warps": 2 if columns == padded and rows * units <= 2 * processors else 1},
     )
     return mixed

@@ -400,6 +400,28 @@ def _load_part(sums, peaks, weights, number, rows, heads, row, head, part, there
     return peak, weight, tl.load(place, mask=there[:, None] & (part < SIZE)[None, :], other=0.0)
 
 
+@triton.jit
+def _load_group(
+    sums, peaks, weights, group, rows, heads, row, head, part, real, begins, seen,
+    SIZE: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """A group of splits of a row that attends to positions from `seen` to `begins`, merged in order."""
+    if JOINED:  # by `part_exactly`
+        return _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
+    peak = tl.full(head.shape, float("-inf"), tl.float32)
+    weight = tl.zeros(head.shape, tl.float32)
+    total = tl.zeros([head.shape[0], part.shape[0]], tl.float32)
+    start = _begins(group, SHORT)
+    walk = (_begins(group + 1, SHORT) - start) // TOGETHER
+    for each in tl.static_range(TOGETHER):
+        since = start + each * walk
+        has = real & (since < begins) & (since + walk > seen)
+        number = group * TOGETHER + each
+        more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
+        peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+    return peak, weight, total
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BOXED)
 def merge_exactly(
     query, keys, values, text, length, positions, tree, tree_row, sums, peaks, mixed,
@@ -407,7 +429,7 @@ def merge_exactly(
     SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
     HEADS: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, INDEX: tl.constexpr,
-    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, the heads of a key head and COLUMNS features: merge its splits and its last OWN keys into one softmax.
 
@@ -476,26 +498,16 @@ def merge_exactly(
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
-    # Unrolled, so that loads overlap.
-    for group in tl.range(first_group, groups, loop_unroll_factor=4 if JOINED or COLUMNS < PADDED else 2):
-        if JOINED:
-            more = _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
+    # Unrolled, so that loads overlap: a long loop, then a short one for the rest.
+    most = first_group + (groups - first_group) // UNROLL * UNROLL
+    for rest in tl.static_range(2):
+        start, stop = (most, groups) if rest else (first_group, most)
+        for group in tl.range(start, stop, loop_unroll_factor=2 if rest else UNROLL):
+            more = _load_group(
+                sums, peaks, weights, group, rows, heads, row, head, part, real, begins, seen,
+                SIZE, SHORT, TOGETHER, JOINED,
+            )  # fmt: skip
             peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
-        else:
-            peak_group = tl.full([HEADS], float("-inf"), tl.float32)
-            weight_group = tl.zeros([HEADS], tl.float32)
-            total_group = tl.zeros([HEADS, COLUMNS], tl.float32)
-            start = _begins(group, SHORT)
-            walk = (_begins(group + 1, SHORT) - start) // TOGETHER
-            for each in tl.static_range(TOGETHER):
-                since = start + each * walk
-                number = group * TOGETHER + each
-                has = real & (since < begins) & (since + walk > seen)
-                more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
-                peak_group, weight_group, total_group = _fold(
-                    peak_group, weight_group, total_group, more[0], more[1], more[2]
-                )
-            peak, weight, total = _fold(peak, weight, total, peak_group, weight_group, total_group)
     peak, weight, total = _fold(peak, weight, total, peak_own, weight_own, total_own)
     weight = tl.where(weight > 0, weight, 1.0)
     stored = mixed + (row * heads + head)[:, None] * SIZE + part[None, :]
