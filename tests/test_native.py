@@ -160,13 +160,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},  # layers without rotary embedding
     "Glm4": {},  # norms around, rotary embedding of neighbours, and of a part
     "Ernie4_5": {"use_bias": True},
+    "GPTNeoX": {},  # an MLP without gates beside attention, whose weights are joined by heads; LayerNorms
+    "GPT2": {"n_inner": 96},  # positions in the embeddings, matrices that loading turns
+    "Cohere2": {"sliding_window": 5},  # one norm without a bias; neighbours with angles of their own
+    "Falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Phi": {"vocab_size": 112},  # a bias of the output head, in whole panels
+    "StableLm": {"use_parallel_residual": True},
+    "Starcoder2": {"sliding_window": 5},
+    "Nemotron": {},  # norms that add to their weights
+    "GPTBigCode": {"n_inner": 96},
+    "Arcee": {},
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def turned(model: Any) -> Any:
+    """The same model, with GPT-2's matrices as loading turns them."""
+    return packing.narrow_weights(copy.deepcopy(model))
+
+
+def family(name: str) -> Any:
+    return build(
+        name, {**SHAPE, "hidden_size": 64, "intermediate_size": 96, **FAMILIES.get(name, {})}, 0, torch.float32
+    )
+
+
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, quick=[*FAMILIES][:10]))
 def test_other_families_write_the_text_of_torch(name: str) -> None:
-    model = build(name, {**SHAPE, **SIZES, **FAMILIES[name]}, 0, torch.float32)
-    native, torchs = (Decoder(model, method="lookahead", runtime=runtime) for runtime in ("native", "plain"))
+    model = family(name)
+    native = Decoder(turned(model), method="lookahead", runtime="native")
+    torchs = Decoder(model, method="lookahead", runtime="plain")
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
         texts = [
             [decoder.generate(prompt_of(seed), sampling=sampling, max_new_tokens=30).token_ids for seed in range(3)]
@@ -208,9 +231,10 @@ def test_rotary_angles_end_with_the_context(monkeypatch: pytest.MonkeyPatch) -> 
         assert found == expected
 
 
-def test_the_prompt_has_the_same_bits_in_any_chunks() -> None:
+@pytest.mark.parametrize("name", ["Mistral", "GPTNeoX", "GPT2", "OPT"])
+def test_the_prompt_has_the_same_bits_in_any_chunks(name: str) -> None:
     text = prompt_of(1, 120)
-    engine = engine_for(HFModel(tiny("Mistral", **SIZES)), "native")
+    engine = engine_for(HFModel(turned(family(name))), "native")
     found = []
     for chunk in (120, 1, 7, 33):
         with engine.pool.sequence(text) as sequence:
@@ -274,6 +298,24 @@ def test_changed_weights_are_used(way: str) -> None:
             linear.weight = nn.Parameter(-linear.weight)
         else:
             linear.weight.mul_(-1.5)
+    decoder.forget()
+    found = written(decoder)
+    assert found == written(Decoder(model, method="autoregressive", runtime="plain"))
+    assert found != before
+    assert decoder.engine.name == "native"
+
+
+@pytest.mark.parametrize("way", ["in place", "parameter", "gone"])
+def test_changed_biases_of_norms_are_used(way: str) -> None:
+    model = family("GPTNeoX")
+    decoder = Decoder(model, method="autoregressive")
+    before = written(decoder)
+    norm = model.gpt_neox.layers[1].input_layernorm
+    with torch.no_grad():
+        if way == "in place":
+            norm.bias.add_(1.0)
+        else:
+            norm.bias = nn.Parameter(norm.bias + 1.0) if way == "parameter" else None
     decoder.forget()
     found = written(decoder)
     assert found == written(Decoder(model, method="autoregressive", runtime="plain"))
@@ -447,7 +489,7 @@ def test_other_numbers_stay_in_32_bits() -> None:
     assert written(Decoder(model, method="autoregressive")) != [] != written(expected)
 
 
-@pytest.mark.parametrize("name", ["GPTNeoX", "StableLm"])
+@pytest.mark.parametrize("name", ["Mixtral", "GPTJ"])
 def test_other_layers_stay_in_32_bits(name: str) -> None:
     """torch is faster with those."""
     model = copy.deepcopy(tiny(name, hidden_size=64)).bfloat16().float()

@@ -161,12 +161,12 @@ class HFModel:
         Weights stay where they are. `unfuse` undoes it. A model with hooks is left to torch, which calls them.
         """
         self._stack = None
-        if not self.lists or self.turn is not None or any(self._hooks):
+        if not self._traits.common or self.turn is not None or any(self._hooks):
             return False
         try:
             layers = [(gate.layer, gate.kind, self._traits.windows.get(gate.kind) or 0) for gate in self._gates]
             stack = Stack(self.ends(), layers, self.width, self.context, self._angles, self._traits.softcap)
-            fits = not self._counts_positions() and stack.agrees(self.forward, self.vocabulary, self.layers)
+            fits = not self._counts_positions() and stack.agrees(self._by_torch, self.vocabulary, self.layers)
         except (Unusual, UnsupportedModel, AttributeError, RuntimeError, TypeError):  # a missing or another part
             fits = False
         self._stack = stack if fits else None
@@ -313,6 +313,19 @@ class HFModel:
     ) -> Output:
         if isinstance(rows, Placed) and self._is_native():
             return self._by_stack(pool, rows, logits, start, stop, hidden)
+        return self._by_torch(pool, rows, logits, start, stop, hidden, compiled)
+
+    @torch.inference_mode()
+    def _by_torch(
+        self,
+        pool: Pool,
+        rows: Placed | FixedRows,
+        logits: int | Sequence[int],
+        start: int = 0,
+        stop: int | None = None,
+        hidden: torch.Tensor | None = None,
+        compiled: bool = False,
+    ) -> Output:
         asked = asked_rows(logits, len(rows), self.device)
         control = self._control
         control.start, control.stop = start, self.layers if stop is None else stop

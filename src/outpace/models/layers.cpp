@@ -1,5 +1,5 @@
-// A forward pass through decoder layers of the common form in one call: norms, rotary embedding, attention over each
-// row's slots, gated MLPs, and the output head.
+// A forward pass through decoder layers of the common forms in one call: norms, rotary embedding, attention over each
+// row's slots, MLPs, and the output head.
 //
 // The order of every sum depends only on the row, so a row has the same bits in any tree, batch and prefill chunk.
 
@@ -16,29 +16,36 @@ constexpr int64_t SMALL = 1 << 14;  // the fewest elements per share
 constexpr int64_t NEAR = 8;         // rows that attend together
 constexpr int64_t KEYS = 32;        // keys and values that they read at a time
 
-enum Activation : int64_t { SILU, GELU_TANH };
+enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
+
+// A norm: by the root of the mean of squares, or if `centred` of squared distances to the mean.
+struct Norm {
+  const float *weight, *bias;              // no weight: no norm; no bias: none is added
+  int64_t centred;
+  double lift, epsilon;                    // `lift` is added to the weight
+};
 
 struct Layer {
-  const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // norms; null: none
-  const float *query_norm, *key_norm;                                        // null: none
-  Weights query, key, value, out, gate, up, down;
-  int64_t heads, key_heads, size, window;                                    // window 0: none
-  int64_t together;                                                          // whether all heads are normed together
-  int64_t rotary;                                                            // which of the step's tables; -1: none
-  int64_t paired;                                                            // whether it turns neighbours, not halves
+  Norm before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
+  Weights query, key, value, out, gate, up, down;  // no gate: the MLP has none
+  int64_t heads, key_heads, size, window;  // window 0: none
+  int64_t joined;                          // whether `query` has, for each key head, its queries, the key and the value
+  int64_t together;                        // whether all heads are normed together
+  int64_t rotary;                          // which of the step's tables; -1: none
+  int64_t paired;                          // 0: it turns halves; otherwise neighbours, see `rotate_pairs`
+  int64_t parallel;                        // whether the MLP reads what attention reads, not what it adds to
   int64_t activation;
-  double scaling, softcap, epsilon;                                          // softcap 0: none
-  double lift;                                                               // added to the weights of norms
-  double share;                                                              // factor of what both parts add
+  double scaling, softcap;                 // softcap 0: none
+  double share;                            // factor of what both parts add
 };
 
 struct Stack {
   const Layer* layers;
   int64_t count, width;
-  const float* norm;
+  Norm norm;
   Weights head;
-  double epsilon, lift, softcap;                                             // softcap of logits; 0: none
-  double scale;                                                              // factor of logits
+  double softcap;                          // of logits; 0: none
+  double scale;                            // factor of logits
 };
 
 struct Step {
@@ -57,16 +64,30 @@ struct Step {
   int64_t threads;
 };
 
-// states / sqrt(mean of squares + epsilon) * (weight + lift)
-INLINE void norm(const float* from, const float* weight, double lift, int64_t size, double epsilon, float* to) {
-  Floats squares = {};
+INLINE void normalize(const float* from, const Norm& norm, int64_t size, float* to) {
+  Floats sums = {}, squares = {};
+  if (norm.centred)
+    for (int64_t at = 0; at < size; at += LANES) sums = sums + load<Floats>(from + at);
+  const float mean = norm.centred ? total(sums) / float(size) : 0.0f;
   for (int64_t at = 0; at < size; at += LANES) {
-    const Floats part = load<Floats>(from + at);
+    const Floats part = load<Floats>(from + at) - mean;
     squares = fused(part, part, squares);
   }
-  const float by = 1.0f / std::sqrt(total(squares) / float(size) + float(epsilon));
-  for (int64_t at = 0; at < size; at += LANES)
-    store(to + at, load<Floats>(from + at) * by * (load<Floats>(weight + at) + float(lift)));
+  const float by = 1.0f / std::sqrt(total(squares) / float(size) + float(norm.epsilon));
+  for (int64_t at = 0; at < size; at += LANES) {
+    const Floats part = (load<Floats>(from + at) - mean) * by * (load<Floats>(norm.weight + at) + float(norm.lift));
+    store(to + at, norm.bias ? part + load<Floats>(norm.bias + at) : part);
+  }
+}
+
+INLINE Floats activated(int64_t activation, const Floats& sums) {
+  switch (activation) {
+    case SILU: return silu(sums);
+    case GELU_TANH: return gelu_tanh(sums);
+    case GELU: return gelu(sums);
+    case RELU: return relu(sums);
+    default: return relu(sums) * relu(sums);
+  }
 }
 
 // Rotary embedding: element i of the first half is paired with element i of the second.
@@ -79,12 +100,12 @@ INLINE void rotate(float* head, const float* cosines, const float* sines, int64_
   }
 }
 
-// The same for models that pair each element with its neighbour.
-INLINE void rotate_pairs(float* head, const float* cosines, const float* sines, int64_t rotated) {
+// The same for models that pair each element with its neighbour. `each`: tables have angles once (in halves) or twice.
+INLINE void rotate_pairs(float* head, const float* cosines, const float* sines, int64_t rotated, int64_t each) {
   for (int64_t at = 0; at < rotated / 2; at++) {
-    const float one = head[2 * at], other = head[2 * at + 1];
-    head[2 * at] = one * cosines[at] - other * sines[at];
-    head[2 * at + 1] = other * cosines[at] + one * sines[at];
+    const float one = head[2 * at], other = head[2 * at + 1], cosine = cosines[each * at], sine = sines[each * at];
+    head[2 * at] = one * cosine - other * sine;
+    head[2 * at + 1] = other * cosine + one * sine;
   }
 }
 
@@ -103,8 +124,11 @@ class Walk {
   void run() {
     for (int64_t at = step_.start; at < step_.stop; at++) {
       const Layer& layer = stack_.layers[at];
+      if (layer.parallel) expand(layer);
       attend(layer, at);
-      feed(layer);
+      if (!layer.parallel) expand(layer);
+      add(layer.down, ready(states_.data(), step_.rows, layer.down.inputs, inner_, [](int64_t) {}), layer.after_mlp,
+          layer);
     }
     if (step_.count) finish();
   }
@@ -176,33 +200,33 @@ class Walk {
     return {numbers, x, false};
   }
 
-  Rows normed(const float* weight, double lift, double epsilon) {
+  Rows normed(const Norm& norm) {
     const int64_t width = stack_.width;
     float* side = room(side_, step_.rows * width);
     return ready(side, step_.rows, width, x_, [&](int64_t row) {
       const float* from = step_.hidden + row * width;
-      if (weight)
-        norm(from, weight, lift, width, epsilon, side + row * width);
+      if (norm.weight)
+        normalize(from, norm, width, side + row * width);
       else
         std::memcpy(side + row * width, from, width * sizeof(float));
     });
   }
 
   // hidden += share * the products, normed if there is a norm.
-  void add(const Weights& weights, const Rows& x, const float* weight, const Layer& layer) {
+  void add(const Weights& weights, const Rows& x, const Norm& norm, const Layer& layer) {
     const int64_t width = stack_.width;
-    float* to = weight ? room(side_, step_.rows * width) : step_.hidden;
+    float* to = norm.weight ? room(side_, step_.rows * width) : step_.hidden;
     const float share = float(layer.share);
-    const bool added = !weight;
+    const bool added = !norm.weight;
     multiply<1>({&weights}, x, step_.rows, [&](int, int64_t row, int64_t panel, const Floats& sums) {
       float* place = to + row * width + panel * LANES;
       store(place, added ? load<Floats>(place) + sums * share : sums);
     });
-    if (!weight) return;
+    if (added) return;
     rows(step_.rows, width, [&](int64_t row) {
       float* side = to + row * width;
       float* hidden = step_.hidden + row * width;
-      norm(side, weight, layer.lift, width, layer.epsilon, side);
+      normalize(side, norm, width, side);
       for (int64_t at = 0; at < width; at += LANES)
         store(hidden + at, load<Floats>(hidden + at) + load<Floats>(side + at) * share);
     });
@@ -211,17 +235,26 @@ class Walk {
   void attend(const Layer& layer, int64_t number) {
     const int64_t size = layer.size, count = step_.rows, heads = layer.heads, key_heads = layer.key_heads;
     const int64_t width = heads * size, narrow = key_heads * size;
-    const Rows x = normed(layer.before_attention, layer.lift, layer.epsilon);
+    const Rows x = normed(layer.before_attention);
     float* const to[] = {room(query_, count * width), room(key_, count * narrow), room(value_, count * narrow)};
     const int64_t strides[] = {width, narrow, narrow};
-    multiply<3>({&layer.query, &layer.key, &layer.value}, x, count,
-                [&](int which, int64_t row, int64_t panel, const Floats& sums) {
-                  store(to[which] + row * strides[which] + panel * LANES, sums);
-                });
+    if (layer.joined)  // for each key head: its queries, the key, the value
+      multiply<1>({&layer.query}, x, count, [&](int, int64_t row, int64_t panel, const Floats& sums) {
+        const int64_t each = heads / key_heads, head = panel * LANES / size, inside = panel * LANES % size;
+        const int64_t group = head / (each + 2), member = head % (each + 2);
+        const int64_t which = std::max<int64_t>(0, member - each + 1);
+        const int64_t mine = which ? group : group * each + member;
+        store(to[which] + row * strides[which] + mine * size + inside, sums);
+      });
+    else
+      multiply<3>({&layer.query, &layer.key, &layer.value}, x, count,
+                  [&](int which, int64_t row, int64_t panel, const Floats& sums) {
+                    store(to[which] + row * strides[which] + panel * LANES, sums);
+                  });
     if (layer.together)
       rows(count, width, [&](int64_t row) {
-        norm(to[0] + row * width, layer.query_norm, layer.lift, width, layer.epsilon, to[0] + row * width);
-        norm(to[1] + row * narrow, layer.key_norm, layer.lift, narrow, layer.epsilon, to[1] + row * narrow);
+        normalize(to[0] + row * width, layer.query_norm, width, to[0] + row * width);
+        normalize(to[1] + row * narrow, layer.key_norm, narrow, to[1] + row * narrow);
       });
     const int64_t each = heads + 2 * key_heads;
     rows(count * each, size, [&](int64_t at) { place(layer, number, at / each, at % each, to); });
@@ -247,12 +280,16 @@ class Walk {
     const int64_t mine = asks ? head : (head - layer.heads) % layer.key_heads;
     float* state = from[asks ? 0 : keyed ? 1 : 2] + (row * (asks ? layer.heads : layer.key_heads) + mine) * size;
     if (keyed) {
-      const float* weight = asks ? layer.query_norm : layer.key_norm;
-      if (weight && !layer.together) norm(state, weight, layer.lift, size, layer.epsilon, state);
-      const int64_t at = step_.positions[row] * rotated;
-      if (layer.rotary >= 0)
-        (layer.paired ? rotate_pairs : rotate)(state, step_.cosines[layer.rotary] + at,
-                                               step_.sines[layer.rotary] + at, rotated);
+      const Norm& norm = asks ? layer.query_norm : layer.key_norm;
+      if (norm.weight && !layer.together) normalize(state, norm, size, state);
+      if (layer.rotary >= 0) {
+        const int64_t at = step_.positions[row] * rotated;
+        const float *cosines = step_.cosines[layer.rotary] + at, *sines = step_.sines[layer.rotary] + at;
+        if (layer.paired)
+          rotate_pairs(state, cosines, sines, rotated, layer.paired);
+        else
+          rotate(state, cosines, sines, rotated);
+      }
     }
     if (asks) return;
     float* stored = (keyed ? step_.keys : step_.values)[number];
@@ -373,10 +410,17 @@ class Walk {
     for (int n = 0; n < N; n++) store(to + n * LANES, sums[n]);
   }
 
-  void feed(const Layer& layer) {
-    const Rows x = normed(layer.before_mlp, layer.lift, layer.epsilon);
-    const int64_t units = layer.gate.outputs / BLOCK, count = step_.rows, inputs = layer.gate.inputs;
+  // The inner states of the MLP, in `states_`.
+  void expand(const Layer& layer) {
+    const Rows x = normed(layer.before_mlp);
+    const int64_t units = layer.up.outputs / BLOCK, count = step_.rows, inputs = layer.up.inputs;
     float* states = room(states_, count * units * BLOCK);
+    if (!layer.gate.cells) {
+      multiply<1>({&layer.up}, x, count, [&](int, int64_t row, int64_t panel, const Floats& sums) {
+        store(states + row * units * BLOCK + panel * LANES, activated(layer.activation, sums));
+      });
+      return;
+    }
     const int64_t grain = 1 + SHARE / (4 * LANES * inputs * std::min<int64_t>(count, MOST));
     const int64_t tile = layer.gate.tile(x.woven);
     team_.each(units, grain, [&](int64_t begin, int64_t end) {
@@ -384,7 +428,6 @@ class Walk {
         for (int64_t unit = begin; unit < end; unit++)
           gated(layer, x, unit, first, std::min(count, first + tile), states);
     });
-    add(layer.down, ready(states, count, units * BLOCK, inner_, [](int64_t) {}), layer.after_mlp, layer);
   }
 
   // 32 inner states of rows `first` to `last`.
@@ -392,7 +435,7 @@ class Walk {
     const int64_t inner = layer.gate.outputs, some = x.panels();
     for (int64_t panel = 2 * unit; panel < 2 * unit + 2; panel += some) {
       with_panels(layer.gate, panel, x, first, last, [&](int64_t row, int64_t panel, const Floats& sums) {
-        store(states + row * inner + panel * LANES, layer.activation == SILU ? silu(sums) : gelu_tanh(sums));
+        store(states + row * inner + panel * LANES, activated(layer.activation, sums));
       });
       with_panels(layer.up, panel, x, first, last, [&](int64_t row, int64_t panel, const Floats& sums) {
         float* to = states + row * inner + panel * LANES;
@@ -405,8 +448,7 @@ class Walk {
     const int64_t width = stack_.width, outputs = stack_.head.outputs;
     float* side = room(side_, step_.count * width);
     const Rows x = ready(side, step_.count, width, x_, [&](int64_t row) {
-      norm(step_.hidden + step_.asked[row] * width, stack_.norm, stack_.lift, width, stack_.epsilon,
-           side + row * width);
+      normalize(step_.hidden + step_.asked[row] * width, stack_.norm, width, side + row * width);
     });
     const float cap = float(stack_.softcap), scale = float(stack_.scale);
     multiply<1>({&stack_.head}, x, step_.count, [&](int, int64_t row, int64_t panel, const Floats& sums) {

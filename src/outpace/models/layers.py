@@ -1,4 +1,4 @@
-"""Decoder layers of the common form on a CPU: a whole step in one call of `layers.cpp`.
+"""Decoder layers of the common forms on a CPU: a whole step in one call of `layers.cpp`.
 
 Thirty small layers are hundreds of torch calls per step, which take longer than the products. What a layer computes is
 inferred from the names of its parts and verified: `Stack.agrees` compares every layer with the model's own. Weights in
@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_double, c_int64, c_void_p
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,14 +29,30 @@ NORMS = (  # of a layer: before and after attention, before and after the MLP
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ("input_layernorm", "", "input_layernorm", ""),
+    ("self_attn_layer_norm", "", "final_layer_norm", ""),
+    ("ln_attn", "", "ln_mlp", ""),
+    ("ln_1", "", "ln_2", ""),
 )
-NORMED = {"q_norm", "k_norm"}
-ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
-MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
-FUNCTION = {"act_fn", "activation_fn"}  # names of an activation
+NORMED = ("q_norm", "k_norm")
+ATTENTION = ("self_attn", "attention", "self_attention", "attn")
+QUERIES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",), ("query_key_value",))  # the last by key heads
+OUT = ("o_proj", "dense", "out_proj", "c_proj")
+MLPS = (  # with gates, and without
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("up_proj", "down_proj"),
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
+FUNCTION = ("act_fn", "activation_fn", "act")  # names of an activation
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.silu,
     lambda states: F.gelu(states, approximate="tanh"),
+    F.gelu,
+    F.relu,
+    lambda states: F.relu(states).square(),
 )
 LIFTS = (0.0, 1.0)  # what norms add to their weights
 MANY = 64  # rows from which on a call computes one layer: between calls, Python obeys Ctrl-C
@@ -47,14 +64,24 @@ Angles = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each type of layer, cosines and sines [positions, rotated]."""
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("centred", c_int64),
+        ("lift", c_double),
+        ("epsilon", c_double),
+    )
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
-        *((name, c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, _Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *((name, _Norm) for name in ("query_norm", "key_norm")),
         *((name, Weights) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        *((name, c_int64) for name in ("heads", "key_heads", "size", "window", "together")),
-        *((name, c_int64) for name in ("rotary", "paired", "activation")),
-        *((name, c_double) for name in ("scaling", "softcap", "epsilon", "lift", "share")),
+        *((name, c_int64) for name in ("heads", "key_heads", "size", "window", "joined", "together")),
+        *((name, c_int64) for name in ("rotary", "paired", "parallel", "activation")),
+        *((name, c_double) for name in ("scaling", "softcap", "share")),
     )
 
 
@@ -63,9 +90,9 @@ class _Stack(ctypes.Structure):
         ("layers", POINTER(_Layer)),
         ("count", c_int64),
         ("width", c_int64),
-        ("norm", c_void_p),
+        ("norm", _Norm),
         ("head", Weights),
-        *((name, c_double) for name in ("epsilon", "lift", "softcap", "scale")),
+        *((name, c_double) for name in ("softcap", "scale")),
     )
 
 
@@ -87,6 +114,62 @@ class _Step(ctypes.Structure):
 
 class Unusual(Exception):
     """layers.cpp does not support this."""
+
+
+class Form(NamedTuple):
+    """The parts of a decoder layer that layers.cpp computes."""
+
+    norms: list[Any]  # before and after attention, before and after the MLP; None: there is none
+    attention: Any
+    queries: list[Any]  # the projections of queries, keys and values, or one of all three
+    by_heads: bool  # whether that one has the outputs of each key head together
+    out: Any
+    gates: list[Any]  # gate and up, or one of both; or up alone
+    gated: bool
+    down: Any
+    activation: Any
+    normed: list[Any]  # the norms of queries and keys, if there are any
+
+
+def form_of(layer: Any) -> Form | None:
+    """The parts of a layer, by their names; None if these are others."""
+    here = _names(layer)
+    attention = next((layer._modules[name] for name in ATTENTION if name in here), None)
+    mlp = layer._modules.get("mlp", layer)
+    if attention is None:
+        return None
+    inside, inner = _names(attention), _names(mlp) - {*ATTENTION}
+    queries = next((names for names in QUERIES if inside.issuperset(names)), ())
+    out, normed = inside & {*OUT}, inside & {*NORMED}
+    expand = next((names for names in MLPS if inner.issuperset(names)), ())
+    function = inner & {*FUNCTION}
+    norms = _norms(layer, here - {*ATTENTION, "mlp"} - ({*expand} | function if mlp is layer else set()))
+    if not (queries and expand and norms and len(out) == len(function) == 1 and normed in (set(), {*NORMED})):
+        return None
+    if inside != {*queries} | out | normed or (mlp is not layer and inner != {*expand} | function):
+        return None
+    return Form(
+        norms=[layer._modules[name] if name else None for name in norms],
+        attention=attention,
+        queries=[attention._modules[name] for name in queries],
+        by_heads=queries == QUERIES[-1],
+        out=attention._modules[out.pop()],
+        gates=[mlp._modules[name] for name in expand[:-1]],
+        gated=expand in MLPS[:2],
+        down=mlp._modules[expand[-1]],
+        activation=mlp._modules[function.pop()],
+        normed=[attention._modules[name] for name in NORMED if normed],
+    )
+
+
+def _norms(layer: Any, names: set[str]) -> tuple[str, ...]:
+    """These names in the order of NORMS; empty if they are others, or not norms."""
+    owned = [
+        {name for name, weight in layer._modules[norm]._parameters.items() if weight is not None} for norm in names
+    ]
+    if any(weights - {"bias"} != {"weight"} for weights in owned):
+        return ()  # without any weights, or with others
+    return next((norms for norms in NORMS if names == {*norms} - {""}), ())
 
 
 class Stack:
@@ -114,64 +197,61 @@ class Stack:
         self._rough = False
         self._kinds = list(dict.fromkeys(kind for _, kind, _ in layers))
         self._layers = (_Layer * len(layers))(*(self._layer(*layer) for layer in layers))
-        weight, epsilon, lift = self._norm(norm, width)
-        head = self._weights(head)
-        self._stack = _Stack(self._layers, len(layers), width, weight, head, epsilon, lift, softcap, scale=1.0)
+        self._stack = _Stack(
+            self._layers, len(layers), width, self._norm(norm, width), self._weights(head), softcap, scale=1.0
+        )
         self._scale = 1.0  # factor of embedded tokens
+        self._general: Callable[..., Output] | None = None  # embeds tokens, if that is more than looking them up
         self._places, self._forms = self._pointers(), self._layouts()
         self._angles, self._context = angles, context
         self._known = 0  # positions in the rotary tables
         self._pool: tuple[Any, ...] = ()  # the pool's storage, and the pointers to it
 
     def _layer(self, layer: Any, kind: str, window: int) -> _Layer:
-        if not has_common_form(layer):
+        form = form_of(layer)
+        if form is None:
             raise Unusual(f"a layer of {sorted(layer._modules)}")
-        attention, mlp = layer.self_attn, layer.mlp
-        size = int(attention.head_dim)
-        if "qkv_proj" in attention._modules:
-            narrow = int(attention.num_key_value_heads) * size
-            wide = attention.qkv_proj.out_features - 2 * narrow
-            matrices = self._parts(attention.qkv_proj, wide, narrow, narrow)
-        else:
-            matrices = [self._weights(attention._modules[name]) for name in ("q_proj", "k_proj", "v_proj")]
-        matrices.append(self._weights(attention.o_proj))
-        if "gate_up_proj" in mlp._modules:
-            matrices += self._parts(mlp.gate_up_proj, *[mlp.gate_up_proj.out_features // 2] * 2)
-        else:
-            matrices += [self._weights(mlp.gate_proj), self._weights(mlp.up_proj)]
-        matrices.append(self._weights(mlp.down_proj))
-        if size % LANES or matrices[3].inputs % BLOCK or matrices[4].outputs % BLOCK:
-            raise Unusual(f"heads of {size}")
-        if any(len({part.type in FORMATS for part in group}) > 1 for group in (matrices[:3], matrices[4:6])):
-            raise Unusual("products of the same states with quantized and other matrices")
+        attention = form.attention
+        size = int(getattr(attention, "head_dim", 0) or attention.head_size)
         found = _Layer(
-            heads=matrices[0].outputs // size,
-            key_heads=matrices[1].outputs // size,
             size=size,
             window=window,
             rotary=self._kinds.index(kind),
-            activation=_activation(next(part for name, part in mlp._modules.items() if name in FUNCTION)),
-            scaling=float(attention.scaling),
+            activation=_activation(form.activation),
+            scaling=float(getattr(attention, "scaling", size**-0.5)),
             softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0),
             share=float(getattr(layer, "residual_multiplier", 1.0)),
+            out=self._weights(form.out),
+            down=self._weights(form.down),
         )
-        for name, matrix in zip(("query", "key", "value", "out", "gate", "up", "down"), matrices, strict=True):
+        if size % LANES or found.out.inputs % BLOCK or found.down.inputs % BLOCK:
+            raise Unusual(f"heads of {size}")
+        found.heads = found.out.inputs // size
+        queries = [self._weights(part) for part in form.queries]
+        if len(queries) == 1:
+            narrow = (queries[0].outputs - found.out.inputs) // 2
+            found.key_heads, found.joined = narrow // size, form.by_heads
+            if not form.by_heads:
+                queries = self._parts(queries[0], found.out.inputs, narrow, narrow)
+        else:
+            found.key_heads = queries[1].outputs // size
+        for name, matrix in zip(("query", "key", "value"), queries, strict=False):
             setattr(found, name, matrix)
+        gates = [self._weights(part) for part in form.gates]
+        if form.gated:
+            gates = gates if len(gates) == 2 else self._parts(gates[0], *[gates[0].outputs // 2] * 2)
+            found.gate = gates[0]
+        found.up = gates[-1]
+        if any(len({part.type in FORMATS for part in group}) > 1 for group in (queries, gates)):
+            raise Unusual("products of the same states with quantized and other matrices")
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
-        names = zip(places, _norms(layer), strict=True)
-        norms = [(place, layer._modules[name], self.width) for place, name in names if name]
-        if "q_norm" in attention._modules:
-            found.together = attention.q_norm.weight.numel() > size
-            sizes = (matrices[0].outputs, matrices[1].outputs) if found.together else (size, size)
-            norms += [("query_norm", attention.q_norm, sizes[0]), ("key_norm", attention.k_norm, sizes[1])]
-        kinds = set()
-        for place, norm, normed in norms:
-            weight, *about = self._norm(norm, normed)
-            setattr(found, place, weight)
-            kinds.add(tuple(about))
-        if len(kinds) > 1:
-            raise Unusual("norms of several kinds")
-        ((found.epsilon, found.lift),) = kinds
+        for place, norm in zip(places, form.norms, strict=True):
+            if norm is not None:
+                setattr(found, place, self._norm(norm, self.width))
+        if form.normed:
+            found.together = form.normed[0].weight.numel() > size
+            sizes = [found.heads * size, found.key_heads * size] if found.together else [size, size]
+            found.query_norm, found.key_norm = map(self._norm, form.normed, sizes)
         return found
 
     def _weights(self, linear: Any) -> Weights:
@@ -181,24 +261,23 @@ class Stack:
             weights = linear.weights()
             self._rough |= weights.type in FORMATS
             return weights
-        if type(linear) is not nn.Linear:
+        if not is_linear(type(linear)):
             raise Unusual(f"a product by {type(linear).__name__}")
-        outputs, inputs = linear.weight.shape
         if linear.bias is None:
             self._live.append((linear, "bias"))
         bias = None if linear.bias is None else self._numbers(linear, "bias", padded=True)
-        return Weights(self._numbers(linear, "weight"), bias, NUMBERS[torch.float32], outputs, inputs)
+        numbers = self._numbers(linear, "weight")
+        return Weights(numbers, bias, NUMBERS[torch.float32], *linear.weight.shape)
 
-    def _parts(self, linear: Any, *outputs: int) -> list[Weights]:
-        """The same for some outputs each, one after the other."""
-        whole = self._weights(linear)
+    def _parts(self, whole: Weights, *outputs: int) -> list[Weights]:
+        """Some outputs each, one after the other."""
         found, start = [], 0
         for count in outputs:
             if start % LANES:  # within a panel
                 raise Unusual("parts of a product")
-            cells = whole.cells + library().packed_bytes(whole.type, start, whole.inputs)
+            before = library().packed_bytes(whole.type, start, whole.inputs)
             bias = whole.bias and whole.bias + start * 4
-            found.append(Weights(cells, bias, whole.type, count, whole.inputs))
+            found.append(Weights(whole.cells + before, bias, whole.type, count, whole.inputs))
             start += count
         return found
 
@@ -211,18 +290,26 @@ class Stack:
         self._kept.append(weight.detach())
         return int(weight.data_ptr())
 
-    def _norm(self, norm: Any, size: int) -> tuple[int, float, float]:
-        """The pointer to an RMS norm's weights, its epsilon, and what it adds to the weights, found by trying it."""
+    def _norm(self, norm: Any, size: int) -> _Norm:
+        """Pointers to a norm's weights, and what it computes with them, found by trying it."""
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        weight = norm._parameters.get("weight")
-        if epsilon is None or weight is None or not _is_readable(weight):
+        weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
+        if epsilon is None or weight is None or not (_is_readable(weight) and (bias is None or _is_readable(bias))):
             raise Unusual(f"a norm {type(norm).__name__}")
         with torch.inference_mode():
-            factors = norm(torch.full((1, size), 1024.0, dtype=torch.float32, device="cpu"))[0]
-            lift = next((lift for lift in LIFTS if torch.allclose(factors, weight + lift, rtol=1e-5, atol=1e-6)), None)
+            even = torch.full((1, size), 1024.0, dtype=torch.float32, device="cpu")
+            mixed = even.clone()
+            mixed[:, ::2] *= -1  # so that their mean is 0
+            added, same, factors = (norm(states)[0] for states in (even * 0, even, mixed))
+            factors = (factors - added) * mixed[0].sign()
+            centred = torch.allclose(same, added, rtol=1e-5, atol=1e-5)
+            lift = next((lift for lift in LIFTS if torch.allclose(factors, weight + lift, rtol=1e-5, atol=1e-5)), None)
         if lift is None:
             raise Unusual(f"a norm {type(norm).__name__}")
-        return self._numbers(norm, "weight"), float(epsilon), lift
+        if bias is None and "bias" in norm._parameters:
+            self._live.append((norm, "bias"))
+        pointers = (self._numbers(norm, "weight"), None if bias is None else self._numbers(norm, "bias"))
+        return _Norm(*pointers, centred, lift, float(epsilon))
 
     def _read(self) -> list[torch.Tensor | None]:
         """All weights that C++ has pointers to, and those whose absence it counts on."""
@@ -249,11 +336,8 @@ class Stack:
         self, pool: Pool, rows: Placed, logits: int | Sequence[int], start: int, stop: int, hidden: torch.Tensor | None
     ) -> Output:
         """`Model.forward`."""
-        if hidden is None:
-            states = self.embed(rows.tokens)
-            states = states if self._scale == 1 else states * self._scale
-        else:
-            states = hidden.clone(memory_format=torch.contiguous_format)
+        given = self._embedded(pool, rows) if hidden is None else hidden
+        states = given.clone(memory_format=torch.contiguous_format)
         if states.dtype != torch.float32 or not states.is_contiguous():  # C++ would write beyond them
             raise ModelError(f"the embeddings are in {states.dtype}, and the layers in float32: make a new Decoder.")
         asked = asked_rows(logits, len(rows), states.device)
@@ -275,6 +359,12 @@ class Stack:
             library().decoder_step(byref(self._stack), byref(step))
         return Output(scores, states)
 
+    def _embedded(self, pool: Pool, rows: Placed) -> torch.Tensor:
+        if self._general is not None:
+            return self._general(pool, rows, 0, 0, 0).hidden
+        states: torch.Tensor = self.embed(rows.tokens)
+        return states if self._scale == 1 else states * self._scale
+
     def _storage(self, pool: Pool) -> tuple[int, int, int]:
         """Pointers to the pool's keys and values, and its slots."""
         first = pool.stored(0)
@@ -291,7 +381,8 @@ class Stack:
         if positions > self._known:
             self._known = max(positions, min(self._context, max(POSITIONS, 1 << (positions - 1).bit_length())))
             found = self._angles(self._known)
-            tables = [tuple(part.float().contiguous() for part in found[kind]) for kind in self._kinds]
+            none = (torch.zeros(self._known, 0, dtype=torch.float32, device="cpu"),) * 2  # without rotary embedding
+            tables = [tuple(part.float().contiguous() for part in found.get(kind, none)) for kind in self._kinds]
             pointers = [(c_void_p * len(tables))(*(table[part].data_ptr() for table in tables)) for part in (0, 1)]
             cosines, sines = map(addressof, pointers)
             self._tables, self._turned = (tables, pointers), (cosines, sines, tables[0][0].shape[1])
@@ -308,13 +399,14 @@ class Stack:
             embedded = self.embed(rows[1].tokens)
             self._scale = self._factor(embedded, hidden)
             if not _near(embedded * self._scale, hidden, rounding):
-                return False
+                self._general = general
             for number in range(layers):
                 asked = len(text) if number == layers - 1 else 0
                 one = general(pools[0], rows[0], asked, number, number + 1, hidden)
                 layer = self._layers[number]
-                for rotary, paired in ((layer.rotary, 0), (layer.rotary, 1), (-1, 0)):
-                    layer.rotary, layer.paired = rotary, paired
+                turns = (*((layer.rotary, paired) for paired in (0, 1, 2)), (-1, 0))
+                for parallel, (rotary, paired) in product((0, 1), turns):
+                    layer.parallel, layer.rotary, layer.paired = parallel, rotary, paired
                     other = self.forward(pools[1], rows[1], asked, number, number + 1, hidden)
                     if _near(other.hidden - hidden, one.hidden - hidden, rounding):
                         break
@@ -331,32 +423,14 @@ class Stack:
         return 1.0 if self._rough or abs(factor - 1) <= ROUNDING else factor
 
 
-def has_common_form(layer: Any) -> bool:
-    """Whether a decoder layer has the parts that layers.cpp computes, by their names."""
-    if not {"self_attn", "mlp"} <= layer._modules.keys() or not _norms(layer):
-        return False
-    attention, mlp = _names(layer.self_attn), _names(layer.mlp)
-    normed = attention & NORMED
-    return (
-        normed in (set(), NORMED)
-        and attention - normed in ATTENTION
-        and len(mlp & FUNCTION) == 1
-        and mlp - FUNCTION in MLP
-    )
-
-
-def _norms(layer: Any) -> tuple[str, ...]:
-    """The names of a layer's norms, in the order of NORMS; empty if these are others."""
-    names = _names(layer) - {"self_attn", "mlp"}
-    owned = (layer._modules[name]._parameters for name in names)
-    if any({name for name, weight in own.items() if weight is not None} != {"weight"} for own in owned):
-        return ()  # with a bias, or without any weights
-    return next((norms for norms in NORMS if names == {*norms} - {""}), ())
-
-
 def _names(module: Any) -> set[str]:
     """The names of a module's parts but dropouts."""
     return {name for name, part in module._modules.items() if part is not None and not isinstance(part, nn.Dropout)}
+
+
+def is_linear(kind: type) -> bool:
+    """Whether modules of this class compute products and nothing else; most subclasses of Linear do more."""
+    return kind is nn.Linear or kind.__name__ == "FalconLinear"
 
 
 def _near(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:

@@ -25,7 +25,7 @@ from ..errors import ModelError, OutpaceWarning
 from . import bundled
 from .fusing import is_plain
 from .gguf import File, Tensor
-from .layers import has_common_form
+from .layers import form_of, is_linear
 from .packed import BLOCK, FORMATS, LANES, NUMBERS, Q4, Q8, Matrix, PackedEmbedding, PackedLinear
 
 KINDS = {"q8": Q8, "q4": Q4}
@@ -221,23 +221,24 @@ def round_weights(model: PreTrainedModel, kind: str) -> PreTrainedModel:
 def narrow_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Keep matrices in 16 bits, in place, if these hold every number exactly: the same model in half the memory.
 
-    Only where layers.cpp computes the layers: elsewhere torch is faster in float32. Models with weights of another
-    kind, as quantization libraries have them, stay as they are.
+    Only where layers.cpp computes the layers: elsewhere torch is faster in float32. GPT-2's matrices, which it does not
+    read as they are, are transposed. Models with weights of another kind, as quantization libraries have them, stay as
+    they are.
     """
     stacks = (part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part))
-    if not any(all(map(has_common_form, stack)) for stack in stacks):
+    if not any(all(form_of(layer) for layer in stack) for stack in stacks):
         return model
     if not all(is_plain(weight) and weight.dtype == torch.float32 for weight in model.parameters()):
         return model
-    return _pack(model, lambda _, weight: None if weight.shape[1] % LANES else _narrow(weight.detach()))
+    return _pack(model, lambda module, weight: None if weight.shape[1] % LANES else _narrow(module, weight.detach()))
 
 
-def _narrow(weight: torch.Tensor) -> Matrix | None:
+def _narrow(module: Any, weight: torch.Tensor) -> Matrix | None:
     for dtype in (torch.bfloat16, torch.float16):
         sample = weight[:8]
         if torch.equal(sample.to(dtype).float(), sample) and torch.equal((short := weight.to(dtype)).float(), weight):
             return Matrix.over(short)
-    return None
+    return Matrix.over(weight) if type(module) is Conv1D else None
 
 
 @torch.no_grad()
@@ -247,7 +248,7 @@ def _pack(model: PreTrainedModel, matrix_of: Callable[[Any, torch.Tensor], Matri
     shared: dict[int, Matrix | None] = {}
 
     def packed(name: str, module: Any) -> nn.Module | None:
-        linear = type(module) in (nn.Linear, Conv1D)
+        linear = type(module) is Conv1D or is_linear(type(module))
         if not linear and not (module is embeddings and _looks_up(module)):
             return None
         place = module.weight.data_ptr()

@@ -31,6 +31,7 @@ class Traits:
     branches: bool  # whether rows may form a tree
     own_attention: bool  # whether attention can be replaced by ours; otherwise the model's own gets additive masks
     dense_attention: str  # transformers' implementation that takes a mask [rows, slots]
+    common: bool  # whether its attention depends on positions and windows alone
     lists: bool  # whether attention over slot lists can replace its layers' attention
 
     @classmethod
@@ -42,6 +43,7 @@ class Traits:
         takes_positions = _takes_positions(model)
         branches = takes_positions and not _counts_slots(config)
         own_attention = branches and bool(getattr(model, "_supports_attention_backend", False))
+        common = branches and _is_common(model, layer_types)
         return cls(
             vocabulary=config.vocab_size,
             layers=config.num_hidden_layers,
@@ -59,7 +61,8 @@ class Traits:
             branches=branches,
             own_attention=own_attention,
             dense_attention=_dense_attention(model),
-            lists=own_attention and _takes_lists(model, layer_types),
+            common=common,
+            lists=common and own_attention,
         )
 
     def inside(self, kind: str, positions: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -106,8 +109,8 @@ def _takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in accepted or (passes_on and "position_ids" in inner)
 
 
-def _takes_lists(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
-    """Whether attention over slot lists can replace these layers' attention."""
+def _is_common(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
+    """Whether there are neither attention sinks nor chunks, and numbers are of a common type."""
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     known = model.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return known and not sinks and CHUNKED not in kinds
