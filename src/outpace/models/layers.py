@@ -33,6 +33,7 @@ NORMS = (  # of a layer: before and after attention, before and after the MLP
     ("self_attn_layer_norm", "", "final_layer_norm", ""),
     ("ln_attn", "", "ln_mlp", ""),
     ("ln_1", "", "ln_2", ""),
+    ("input_layernorm", "", "pre_feedforward_layernorm", ""),
 )
 NORMED = ("q_norm", "k_norm")
 ATTENTION = ("self_attn", "attention", "self_attention", "attn")
