@@ -6,8 +6,8 @@
 // - A few rows: weights are read in place, and each once for several rows. Memory bandwidth is the limit, so a few rows
 //   cost little more than one.
 // - Many rows: arithmetic is the limit, so no sum may cross lanes. Panels of weights and rows are woven: inputs are in
-//   the order of their lanes (0, 16, 32, ..., 1, 17, ...), and for each the outputs of a panel, or MOST_WOVEN rows, are
-//   neighbours. After the inputs of each lane sums are set aside, and added in the end as `total` does.
+//   the order of their lanes (0, 16, 32, ..., 8, 24, ...), and for each the outputs of a panel, or MOST_WOVEN rows, are
+//   neighbours. Lanes that `total` adds first follow each other, so that few sums are ever set aside.
 
 #include <vector>
 
@@ -72,34 +72,35 @@ void multiply(const Weights& weights, int64_t panel, const float* x, bool fetch,
   }
 }
 
+// The place of a lane in woven inputs: its bits in reverse.
+constexpr int place(int lane) { return (lane & 1) << 3 | (lane & 2) << 1 | (lane & 4) >> 1 | lane >> 3; }
+
 // The products of the first M of MOST_WOVEN woven rows and TOGETHER woven panels.
 template <int M>
 void multiply_woven(const Floats* panels, int64_t inputs, const float* x, Floats* sums) {
-  constexpr int ALL = PARTS * TOGETHER, SUMS = M * TOGETHER;
+  constexpr int ALL = PARTS * TOGETHER, LEVELS = 4;
+  static_assert(LANES == 1 << LEVELS);
   const int64_t each = inputs / LANES;
-  Floats lanes[LANES][SUMS];
+  FloatPart kept[LEVELS + 1][M][ALL];  // sums of 1, 2, 4, 8 and 16 lanes
+  const float *factors = reinterpret_cast<const float*>(panels), *values = x;
   for (int lane = 0; lane < LANES; lane++) {
-    const float* factors = reinterpret_cast<const float*>(panels + lane * each * TOGETHER);
-    const float* values = x + lane * each * MOST_WOVEN;
     FloatPart found[M][ALL] = {};
-    for (int64_t k = 0; k < each; k++) {
+    for (int64_t k = 0; k < each; k++, factors += ALL * PART, values += MOST_WOVEN) {
       FloatPart factor[ALL];
-      UNROLL for (int part = 0; part < ALL; part++) factor[part] = load<FloatPart>(factors + (k * ALL + part) * PART);
+      UNROLL for (int part = 0; part < ALL; part++) factor[part] = load<FloatPart>(factors + part * PART);
       UNROLL for (int m = 0; m < M; m++) {
-        const FloatPart value = filled<FloatPart>(values[k * MOST_WOVEN + m]);
+        const FloatPart value = filled<FloatPart>(values[m]);
         UNROLL for (int part = 0; part < ALL; part++) found[m][part] = fused(factor[part], value, found[m][part]);
       }
     }
-    UNROLL for (int m = 0; m < M; m++) {
-      UNROLL for (int part = 0; part < ALL; part++)
-        store(reinterpret_cast<float*>(&lanes[lane][m * TOGETHER]) + part * PART, found[m][part]);
-    }
+    int level = 0;
+    for (; lane >> level & 1; level++)
+      UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int part = 0; part < ALL; part++) found[m][part] = kept[level][m][part] + found[m][part];
+    UNROLL for (int m = 0; m < M; m++)
+      UNROLL for (int part = 0; part < ALL; part++) kept[level][m][part] = found[m][part];
   }
-  for (int sum = 0; sum < SUMS; sum++) {
-    for (int half = LANES / 2; half; half /= 2)
-      for (int lane = 0; lane < half; lane++) lanes[lane][sum] = lanes[lane][sum] + lanes[lane + half][sum];
-    sums[sum] = lanes[0][sum];
-  }
+  std::memcpy(sums, kept[LEVELS], sizeof(kept[LEVELS]));
 }
 
 // Call `use` with `count`, 1 to MOST, as a compile-time constant.
@@ -118,7 +119,7 @@ void weave(const float* rows, int64_t count, int64_t inputs, float* to) {
   for (int64_t k = 0; k < each; k++)
     for (int lane = 0; lane < LANES; lane++)
       for (int64_t m = 0; m < count; m++)
-        to[(lane * each + k) * MOST_WOVEN + m] = rows[m * inputs + k * LANES + lane];
+        to[(place(lane) * each + k) * MOST_WOVEN + m] = rows[m * inputs + k * LANES + lane];
 }
 
 const Floats* woven_panels(const Weights& weights, int64_t panel) {
@@ -135,7 +136,7 @@ const Floats* woven_panels(const Weights& weights, int64_t panel) {
           rows[n] = read(all + std::min(last, panel * LANES + first + n) * inputs + k);
         transpose(rows);
         UNROLL for (int n = 0; n < PART; n++)
-          store(to + (((k + n) % LANES) * each + (k + n) / LANES) * LANES * TOGETHER + first, rows[n]);
+          store(to + (place((k + n) % LANES) * each + (k + n) / LANES) * LANES * TOGETHER + first, rows[n]);
       }
     }
   });
