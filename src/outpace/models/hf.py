@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
 from ..draft import chain
@@ -23,8 +24,8 @@ from .checking import Checks
 from .compiling import compile_together
 from .exact import ExactFunctions, Seen, seen_by
 from .fusing import Fusion
-from .layers import Angles, Stack, Unusual
-from .mirror import ATTENTION, Control, FixedCache, Mask, Mirror, Outside, PoolCache, Probe, with_gates
+from .layers import Angles, Part, Stack, Unusual
+from .mirror import ATTENTION, Call, Control, FixedCache, Mask, Mirror, Outside, PoolCache, Probe, with_gates
 from .packed import is_packed, is_quantized
 from .products import Products
 from .products import load as load_operators
@@ -64,10 +65,12 @@ class HFModel:
         self._fusion = Fusion()
         self._products = Products()
         modules = [*self._mirror.modules()]
-        self._hooks = [hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooks = [_global_forward_hooks, _global_forward_pre_hooks]
+        self._hooks += [hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._exact = False
         self._stack: Stack | None = None  # computes the layers instead of the mirror
         self._was_native = False
+        self._calls: list[Call] = []  # of attention by layers, if they call ours
         self._kinds = set(traits.layer_types)
         self._decoder, self._gates = with_gates(self._mirror, traits.layer_types, self._control)
         self._outside = [
@@ -96,7 +99,7 @@ class HFModel:
 
     def _passes_lists(self) -> bool:
         """Whether layers pass lists on to attention as they are, and the keys there are as large as the values."""
-        self._control.sizes = sizes = set[tuple[int, int]]()
+        self._control.calls = calls = list[Call]()
         pool = Pool(self.device, capacity=1)
         try:
             with pool.sequence([0]) as sequence:
@@ -106,8 +109,9 @@ class HFModel:
         except Exception:  # a layer computes with its mask
             return False
         finally:
-            self._control.sizes = None
-        return all(keys == values for keys, values in sizes)
+            self._control.calls = None
+        self._calls = calls
+        return all(call.keys == call.values for call in calls)
 
     def compile_layers(self) -> None:
         """From now on `forward` accepts `compiled`. Layers of one kind share compiled code."""
@@ -164,14 +168,27 @@ class HFModel:
         if not self._traits.common or self.turn is not None or any(self._hooks):
             return False
         try:
-            layers = [(gate.layer, gate.kind, self._traits.windows.get(gate.kind) or 0) for gate in self._gates]
+            calls = self._calls if len(self._calls) == self.layers else [None] * self.layers
+            layers = [
+                Part(gate.layer, gate.kind, self._traits.windows.get(gate.kind) or 0, call)
+                for gate, call in zip(self._gates, calls, strict=True)
+            ]
             stack = Stack(self.ends(), layers, self.width, self.context, self._angles, self._traits.softcap)
-            fits = not self._counts_positions() and stack.agrees(self._by_torch, self.vocabulary, self.layers)
-        except (Unusual, UnsupportedModel, AttributeError, RuntimeError, TypeError):  # a missing or another part
+            general = self._by_torch
+            fits = not self._counts_positions() and stack.agrees(
+                general, self.vocabulary, self._traits.scales, self._mixes_embeddings()
+            )
+        except (Unusual, UnsupportedModel, AttributeError, KeyError, RuntimeError, TypeError):  # a part is another one
             fits = False
         self._stack = stack if fits else None
         self._was_native |= fits
         return fits
+
+    def _mixes_embeddings(self) -> bool:
+        """Whether something with weights, like learned positions, is computed between the embeddings and the layers."""
+        embed, norm, _ = self.ends()
+        others = (child for child in self._decoder.children() if child not in (embed, norm))
+        return any(True for child in others if not isinstance(child, nn.ModuleList) for _ in child.parameters())
 
     def _counts_positions(self) -> bool:
         """Whether layers compute with positions in another way than by rotary angles: Ministral 3 scales queries."""
@@ -212,7 +229,7 @@ class HFModel:
             for start in range(0, count, ANGLES):
                 some = torch.arange(start, min(count, start + ANGLES), device=self.device)[None]
                 parts.append({})
-                self._control.angles = parts[-1]
+                self._control.angles, self._control.hidden = parts[-1], None
                 with self._functions():
                     self._mirror(
                         input_ids=torch.zeros_like(some),
@@ -353,8 +370,8 @@ class HFModel:
             masks = self._masks(rows)
             control.masks = {**masks}
             arguments["attention_mask"] = next(iter(masks.values()))
-            if control.sizes is not None:
-                control.masks = {kind: Probe(mask, control.sizes) for kind, mask in masks.items()}
+            if control.calls is not None:
+                control.masks = {kind: Probe(mask, control.calls) for kind, mask in masks.items()}
         else:
             arguments["attention_mask"] = torch.ones(1, pool.used, dtype=torch.long, device=self.device)
         try:

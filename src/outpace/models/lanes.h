@@ -237,8 +237,12 @@ INLINE auto highest(const Vector& values) {
   return folded(values, [](const auto& a, const auto& b) { return larger(a, b); });
 }
 
-// e to the power of x, to about 2 ulp.
-INLINE Floats exponential(const Floats& of) {
+// e to the power of x is (1 + less) * 2^k: `less`, and k in the bits of the exponent.
+struct Power {
+  Floats less;
+  Ints shift;
+};
+INLINE Power power_of(const Floats& of) {
   // `larger` returns its second argument if one is NaN: NaN stays NaN.
   const Floats x = -larger(splat(-88.0f), -larger(splat(-87.0f), of));
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -252,11 +256,22 @@ INLINE Floats exponential(const Floats& of) {
   sum = fused(sum, rest, splat(4.1665795894e-2f));
   sum = fused(sum, rest, splat(1.6666665459e-1f));
   sum = fused(sum, rest, splat(5.0000001201e-1f));
-  sum = fused(sum, rest * rest, rest) + 1.0f;
-  return as<Floats>(as<Ints>(sum) + (as<Ints>(shifted) << 23));
+  return {fused(sum, rest * rest, rest), as<Ints>(shifted) << 23};
 }
 
-INLINE Floats tanh_of(const Floats& x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
+// To about 2 ulp.
+INLINE Floats exponential(const Floats& x) {
+  const Power power = power_of(x);
+  return as<Floats>(as<Ints>(power.less + 1.0f) + power.shift);
+}
+
+// By e^2x - 1, which is accurate near 0.
+INLINE Floats tanh_of(const Floats& x) {
+  const Power power = power_of(2.0f * x);
+  const Floats scale = as<Floats>(as<Ints>(splat(1.0f)) + power.shift);
+  const Floats less = fused(power.less, scale, scale - 1.0f);
+  return less / (less + 2.0f);
+}
 INLINE Floats silu(const Floats& x) { return x / (1.0f + exponential(-x)); }
 INLINE Floats gelu_tanh(const Floats& x) {
   return x * 0.5f * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
@@ -265,13 +280,13 @@ INLINE Floats relu(const Floats& x) { return larger(splat(0.0f), x); }  // in th
 
 // By the complementary error function, to a relative error of 1.2e-7: Numerical Recipes' Chebyshev fit.
 INLINE Floats gelu(const Floats& x) {
-  const Floats size = larger(x, -x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * size);
+  const Floats size = -larger(splat(-10.0f), larger(x, -x) * -0.70710678f), t = 1.0f / (1.0f + 0.5f * size);
   Floats sum = splat(0.17087277f);
   for (const float factor : {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f,
                              0.37409196f, 1.00002368f, -1.26551223f})
     sum = fused(sum, t, splat(factor));
   const Floats rest = t * exponential(sum - size * size);  // of both tails
-  return relu(x) - 0.5f * rest * larger(x, -x);
+  return relu(x) - 0.70710678f * rest * size;
 }
 
 // The rest works on single registers: packed products compute a panel's outputs register by register.

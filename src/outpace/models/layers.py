@@ -1,13 +1,16 @@
 """Decoder layers of the common forms on a CPU: a whole step in one call of `layers.cpp`.
 
 Thirty small layers are hundreds of torch calls per step, which take longer than the products. What a layer computes is
-inferred from the names of its parts and verified: `Stack.agrees` compares every layer with the model's own. Weights in
+inferred from the names of its parts, and what names do not tell is tried: `Stack.agrees` compares every layer with the
+model's own, on a short text. Where the weights at hand do not tell forms of layers apart, torch computes. Weights in
 float32 are read where they are, packed ones in their blocks.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import math
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_double, c_int64, c_void_p
 from itertools import product
@@ -22,6 +25,7 @@ from ..pool import Placed, Pool
 from .adapter import Output, asked_rows
 from .exact import seen_by
 from .fusing import is_plain
+from .mirror import Call, Outside
 from .packed import BLOCK, FORMATS, LANES, NUMBERS, PackedLinear, Weights, library
 
 NORMS = (  # of a layer: before and after attention, before and after the MLP
@@ -58,8 +62,10 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 LIFTS = (0.0, 1.0)  # what norms add to their weights
 MANY = 64  # rows from which on a call computes one layer: between calls, Python obeys Ctrl-C
 POSITIONS = 1024  # initial size of the rotary tables
-ROUNDING = 1e-4  # tolerance for a layer
-ROUGH = 0.02  # the same with quantized states: rounding may change an 8-bit code here and there
+ROUNDING = 1e-4  # tolerance for a row of a layer
+ROUGH = 0.1  # the same with quantized states: rounding may change an 8-bit code here and there
+EMBEDDED, FINEST = 1e-6, 0.01  # tolerance for embeddings, and share of a state that counts when layers add little
+APART = 5  # how many times the error of the right form any other one must have
 
 Angles = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each type of layer, cosines and sines [positions, rotated]."""
@@ -113,8 +119,21 @@ class _Step(ctypes.Structure):
     )
 
 
+FORMS = tuple(product((0, 1), ((1, 0), (1, 1), (1, 2), (0, 0))))
+"""What is tried of a layer: `parallel`, whether there is rotary embedding, and `paired`."""
+
+
 class Unusual(Exception):
     """layers.cpp does not support this."""
+
+
+class Part(NamedTuple):
+    """A decoder layer."""
+
+    layer: nn.Module
+    kind: str  # its type, by which rotary angles differ
+    window: int  # 0: none
+    call: Call | None  # of attention, if it is known
 
 
 class Form(NamedTuple):
@@ -137,7 +156,7 @@ def form_of(layer: Any) -> Form | None:
     here = _names(layer)
     attention = next((layer._modules[name] for name in ATTENTION if name in here), None)
     mlp = layer._modules.get("mlp", layer)
-    if attention is None:
+    if attention is None or any(map(_owns_numbers, (layer, attention, mlp))):
         return None
     inside, inner = _names(attention), _names(mlp) - {*ATTENTION}
     queries = next((names for names in QUERIES if inside.issuperset(names)), ())
@@ -179,25 +198,23 @@ class Stack:
     def __init__(
         self,
         ends: tuple[Any, Any, Any],
-        layers: Sequence[tuple[nn.Module, str, int]],
+        layers: Sequence[Part],
         width: int,
         context: int,
         angles: Callable[[int], Angles],
         softcap: float = 0.0,
     ) -> None:
-        """`layers`: each with its type and window. `angles(count)` are the rotary angles of the first positions.
-
-        `softcap` is that of logits; 0: none.
-        """
+        """`angles(count)` are the rotary angles of the first positions. `softcap` is that of logits; 0: none."""
         embed, norm, head = ends
         if width % BLOCK:
             raise Unusual(f"a width of {width}")
-        self.embed, self.width, self.outputs = embed, width, head.out_features
+        self.embed, self.width, self.outputs = embed, width, head.weight.shape[0]
         self._live: list[tuple[nn.Module, str]] = []  # weights that C++ has pointers to
         self._kept: list[object] = []
         self._rough = False
-        self._kinds = list(dict.fromkeys(kind for _, kind, _ in layers))
-        self._layers = (_Layer * len(layers))(*(self._layer(*layer) for layer in layers))
+        self._kinds = list(dict.fromkeys(part.kind for part in layers))
+        self._of_kind = [self._kinds.index(part.kind) for part in layers]
+        self._layers = (_Layer * len(layers))(*(self._layer(part) for part in layers))
         self._stack = _Stack(
             self._layers, len(layers), width, self._norm(norm, width), self._weights(head), softcap, scale=1.0
         )
@@ -208,20 +225,20 @@ class Stack:
         self._known = 0  # positions in the rotary tables
         self._pool: tuple[Any, ...] = ()  # the pool's storage, and the pointers to it
 
-    def _layer(self, layer: Any, kind: str, window: int) -> _Layer:
-        form = form_of(layer)
+    def _layer(self, part: Part) -> _Layer:
+        form = form_of(part.layer)
         if form is None:
-            raise Unusual(f"a layer of {sorted(layer._modules)}")
+            raise Unusual(f"a layer of {sorted(part.layer._modules)}")
         attention = form.attention
         size = int(getattr(attention, "head_dim", 0) or attention.head_size)
+        softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0)
         found = _Layer(
             size=size,
-            window=window,
-            rotary=self._kinds.index(kind),
+            window=part.window,
             activation=_activation(form.activation),
             scaling=float(getattr(attention, "scaling", size**-0.5)),
-            softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0),
-            share=float(getattr(layer, "residual_multiplier", 1.0)),
+            softcap=softcap if part.call is None else part.call.softcap,
+            share=float(getattr(part.layer, "residual_multiplier", 1.0)),
             out=self._weights(form.out),
             down=self._weights(form.down),
         )
@@ -253,12 +270,29 @@ class Stack:
             found.together = form.normed[0].weight.numel() > size
             sizes = [found.heads * size, found.key_heads * size] if found.together else [size, size]
             found.query_norm, found.key_norm = map(self._norm, form.normed, sizes)
+        self._check_shapes(found)
         return found
+
+    def _check_shapes(self, layer: _Layer) -> None:
+        """C++ relies on them."""
+        width, wide, narrow = self.width, layer.heads * layer.size, layer.key_heads * layer.size
+        inner = layer.down.inputs
+        shapes = [(layer.out, width, wide), (layer.up, inner, width), (layer.down, width, inner)]
+        if layer.joined:
+            shapes.append((layer.query, wide + 2 * narrow, width))
+        else:
+            shapes += [(layer.query, wide, width), (layer.key, narrow, width), (layer.value, narrow, width)]
+        if layer.gate.cells:
+            shapes.append((layer.gate, inner, width))
+        fits = all((found.outputs, found.inputs) == (outputs, inputs) for found, outputs, inputs in shapes)
+        if not fits or not narrow or layer.heads % layer.key_heads:
+            raise Unusual("matrices of other shapes")
 
     def _weights(self, linear: Any) -> Weights:
         """Pointers to a linear layer's weights, packed or where torch has them."""
         if isinstance(linear, PackedLinear):
-            self._kept.append(linear)
+            self._kept += linear, linear.filled
+            self._live.append((linear, "filled"))
             weights = linear.weights()
             self._rough |= weights.type in FORMATS
             return weights
@@ -284,7 +318,7 @@ class Stack:
 
     def _numbers(self, module: nn.Module, name: str, padded: bool = False) -> int:
         """The pointer to a weight in float32. `padded`: C++ reads whole panels of it."""
-        weight = module._parameters[name]
+        weight = module._parameters.get(name)
         if weight is None or not _is_readable(weight) or (padded and weight.numel() % LANES):
             raise Unusual(f"a weight of {type(module).__name__}")
         self._live.append((module, name))
@@ -297,15 +331,22 @@ class Stack:
         weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
         if epsilon is None or weight is None or not (_is_readable(weight) and (bias is None or _is_readable(bias))):
             raise Unusual(f"a norm {type(norm).__name__}")
+        twin = copy.copy(norm)  # with weights that show what is done with them
+        if isinstance(vars(twin).get("forward"), Outside):
+            del twin.forward  # it runs the module itself
+        drawn = torch.linspace(0.5, 2.0, size, dtype=torch.float32, device="cpu")
+        twin._parameters = {**norm._parameters, "weight": nn.Parameter(drawn)}
+        if bias is not None:
+            twin._parameters["bias"] = nn.Parameter(drawn.flip(0))
         with torch.inference_mode():
             even = torch.full((1, size), 1024.0, dtype=torch.float32, device="cpu")
             mixed = even.clone()
             mixed[:, ::2] *= -1  # so that their mean is 0
-            added, same, factors = (norm(states)[0] for states in (even * 0, even, mixed))
+            added, same, factors = (twin(states)[0] for states in (even * 0, even, mixed))
             factors = (factors - added) * mixed[0].sign()
             centred = torch.allclose(same, added, rtol=1e-5, atol=1e-5)
-            lift = next((lift for lift in LIFTS if torch.allclose(factors, weight + lift, rtol=1e-5, atol=1e-5)), None)
-        if lift is None:
+            lift = next((lift for lift in LIFTS if torch.allclose(factors, drawn + lift, rtol=1e-5, atol=1e-5)), None)
+        if lift is None or weight.shape != drawn.shape:
             raise Unusual(f"a norm {type(norm).__name__}")
         if bias is None and "bias" in norm._parameters:
             self._live.append((norm, "bias"))
@@ -314,7 +355,7 @@ class Stack:
 
     def _read(self) -> list[torch.Tensor | None]:
         """All weights that C++ has pointers to, and those whose absence it counts on."""
-        return [module._parameters[name] for module, name in self._live]
+        return [(module._buffers if name == "filled" else module._parameters)[name] for module, name in self._live]
 
     def _pointers(self) -> list[int]:
         return [0 if weight is None else weight.data_ptr() for weight in self._read()]
@@ -339,8 +380,11 @@ class Stack:
         """`Model.forward`."""
         given = self._embedded(pool, rows) if hidden is None else hidden
         states = given.clone(memory_format=torch.contiguous_format)
-        if states.dtype != torch.float32 or not states.is_contiguous():  # C++ would write beyond them
-            raise ModelError(f"the embeddings are in {states.dtype}, and the layers in float32: make a new Decoder.")
+        if states.dtype != torch.float32 or states.shape != (len(rows), self.width):  # C++ would write beyond them
+            raise ModelError(
+                f"the embeddings are {list(states.shape)} in {states.dtype}, and the layers take "
+                f"{[len(rows), self.width]} in float32: make a new Decoder."
+            )
         asked = asked_rows(logits, len(rows), states.device)
         scores = torch.empty(len(asked), self.outputs, dtype=torch.float32, device="cpu")
         keys, values, capacity = self._storage(pool)
@@ -363,8 +407,11 @@ class Stack:
     def _embedded(self, pool: Pool, rows: Placed) -> torch.Tensor:
         if self._general is not None:
             return self._general(pool, rows, 0, 0, 0).hidden
+        return self._looked_up(rows, self._scale)
+
+    def _looked_up(self, rows: Placed, scale: float) -> torch.Tensor:
         states: torch.Tensor = self.embed(rows.tokens)
-        return states if self._scale == 1 else states * self._scale
+        return states if scale == 1 else states * scale
 
     def _storage(self, pool: Pool) -> tuple[int, int, int]:
         """Pointers to the pool's keys and values, and its slots."""
@@ -384,44 +431,85 @@ class Stack:
             found = self._angles(self._known)
             none = (torch.zeros(self._known, 0, dtype=torch.float32, device="cpu"),) * 2  # without rotary embedding
             tables = [tuple(part.float().contiguous() for part in found.get(kind, none)) for kind in self._kinds]
+            self._widths = [table[0].shape[1] for table in tables]
+            rotated = max(self._widths)
+            if {*self._widths} - {0, rotated} or rotated > min(layer.size for layer in self._layers):
+                raise Unusual("rotary embedding of several sizes")
             pointers = [(c_void_p * len(tables))(*(table[part].data_ptr() for table in tables)) for part in (0, 1)]
             cosines, sines = map(addressof, pointers)
-            self._tables, self._turned = (tables, pointers), (cosines, sines, tables[0][0].shape[1])
+            self._tables, self._turned = (tables, pointers), (cosines, sines, rotated)
         return self._turned
 
-    def agrees(self, general: Callable[..., Output], vocabulary: int, layers: int) -> bool:
-        """Whether every layer, and what follows the last, computes what the model's own modules compute."""
+    def agrees(self, general: Callable[..., Output], vocabulary: int, scales: tuple[float, float], mixes: bool) -> bool:
+        """Whether C++ computes what the model's own modules compute (`general`), on a short text.
+
+        Here it is found out what the names of modules do not tell. `scales` are factors that embedded tokens and logits
+        may have. `mixes`: something is computed between the embeddings and the layers.
+        """
         text = [token % vocabulary for token in range(5, 5 + 3 * 24, 3)]
         pools = [Pool("cpu", capacity=32) for _ in range(2)]
+        rounding = ROUGH if self._rough else ROUNDING
         with pools[0].sequence(text) as theirs, pools[1].sequence(text) as mine:
             rows = pools[0].place_text(theirs, len(text)), pools[1].place_text(mine, len(text))
             hidden = general(pools[0], rows[0], 0, 0, 0).hidden
-            rounding = ROUGH if self._rough else ROUNDING
-            embedded = self.embed(rows[1].tokens)
-            self._scale = self._factor(embedded, hidden)
-            if not _near(embedded * self._scale, hidden, rounding):
+            fits = [s for s in (1.0, scales[0]) if _error(self._looked_up(rows[1], s), hidden) <= EMBEDDED]
+            if mixes or not fits:
                 self._general = general
-            for number in range(layers):
-                asked = len(text) if number == layers - 1 else 0
-                one = general(pools[0], rows[0], asked, number, number + 1, hidden)
-                layer = self._layers[number]
-                turns = (*((layer.rotary, paired) for paired in (0, 1, 2)), (-1, 0))
-                for parallel, (rotary, paired) in product((0, 1), turns):
-                    layer.parallel, layer.rotary, layer.paired = parallel, rotary, paired
-                    other = self.forward(pools[1], rows[1], asked, number, number + 1, hidden)
-                    if _near(other.hidden - hidden, one.hidden - hidden, rounding):
-                        break
-                else:
-                    return False
-                hidden = one.hidden
-            self._stack.scale = self._factor(other.logits, one.logits)
-            return _near(other.logits * self._stack.scale, one.logits, rounding)
+            self._scale = fits[0] if fits else 1.0
+            self._turns(len(text))
+            errors = []
+            for number in range(len(self._layers)):
+                expected = general(pools[0], rows[0], 0, number, number + 1, hidden).hidden
+                errors.append(self._errors(number, pools[1], rows[1], hidden, expected))
+                if len({stored[0].shape for pool in pools if (stored := pool.stored(number))}) > 1:
+                    return False  # C++ and torch could not take turns within a sequence
+                hidden = expected
+            if not self._choose(torch.tensor(errors), rounding):
+                return False
+            expected, found = (
+                run(pool, row, len(text), len(self._layers), len(self._layers), hidden).logits
+                for run, pool, row in zip((general, self.forward), pools, rows, strict=True)
+            )
+            self._stack.scale = min((1.0, scales[1]), key=lambda scale: _error(found * scale, expected))
+            return _error(found * self._stack.scale, expected) <= rounding
 
-    def _factor(self, found: torch.Tensor, expected: torch.Tensor) -> float:
-        """What `found` must be multiplied by to be most like `expected`; 1 if that is near, or if both are rounded."""
-        found, expected = found.detach().double().flatten(), expected.double().flatten()
-        factor = float((found @ expected / (found @ found)).float())
-        return 1.0 if self._rough or abs(factor - 1) <= ROUNDING else factor
+    def _errors(
+        self, number: int, pool: Pool, rows: Placed, hidden: torch.Tensor, expected: torch.Tensor
+    ) -> list[float]:
+        """How far a layer is from what is expected of it, in each of FORMS."""
+        found = []
+        for form in FORMS:
+            if form[1][0] and not self._widths[self._of_kind[number]]:
+                found.append(math.inf)  # there are no angles
+                continue
+            self._set(number, form)
+            states = self.forward(pool, rows, 0, number, number + 1, hidden).hidden
+            found.append(_error(states - hidden, expected - hidden, hidden.norm(dim=-1) * FINEST))
+        return found
+
+    def _set(self, number: int, form: tuple[int, tuple[int, int]]) -> None:
+        layer = self._layers[number]
+        layer.parallel, (turned, layer.paired) = form
+        layer.rotary = self._of_kind[number] if turned else -1
+
+    def _choose(self, errors: torch.Tensor, rounding: float) -> bool:
+        """Give layers the form with the least of the errors [layers, forms]; returns whether all others are worse.
+
+        All layers of a kind have the same form, or else each must show its own.
+        """
+        for kind in range(len(self._kinds)):
+            mine = [number for number, other in enumerate(self._of_kind) if other == kind]
+            for groups in ([mine], [[number] for number in mine]):
+                worst = [errors[group].amax(0) for group in groups]
+                best, second = torch.stack(worst).topk(2, largest=False).values.unbind(1)
+                if bool(((best <= rounding) & (second > APART * best)).all()):
+                    break
+            else:
+                return False
+            for group, error in zip(groups, worst, strict=True):
+                for number in group:
+                    self._set(number, FORMS[int(error.argmin())])
+        return True
 
 
 def _names(module: Any) -> set[str]:
@@ -434,8 +522,16 @@ def is_linear(kind: type) -> bool:
     return kind is nn.Linear or kind.__name__ == "FalconLinear"
 
 
-def _near(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:
-    return bool((found - expected).norm() <= rounding * expected.norm())
+def _owns_numbers(module: Any) -> bool:
+    """Whether a module has numbers of its own, beside those of its parts."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(part is not None and part.is_floating_point() for part in own)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | float = 0.0) -> float:
+    """The largest relative error of a row; `slack` is added to what it is relative to."""
+    errors = (found - expected).norm(dim=-1) / (expected.norm(dim=-1) + slack)
+    return float(errors.detach().nan_to_num(math.inf).amax())
 
 
 def _is_readable(weight: torch.Tensor) -> bool:
@@ -444,7 +540,10 @@ def _is_readable(weight: torch.Tensor) -> bool:
 
 
 def _activation(function: Any) -> int:
+    if _owns_numbers(function):
+        raise Unusual(f"an activation {type(function).__name__} with weights")
     states = torch.linspace(-8, 8, 97, dtype=torch.float32, device="cpu")
+    states = torch.cat([states, 12 * states])
     with torch.inference_mode():
         for number, known in enumerate(ACTIVATIONS):
             if torch.allclose(function(states), known(states), rtol=1e-4, atol=1e-5):

@@ -31,11 +31,19 @@ ATTENTION = "outpace"  # the name under which `attend` is registered with transf
 STEADY = 256  # rows at a time outside of layers, in exact mode on a GPU
 
 
+class Call(NamedTuple):
+    """What a layer passes to attention."""
+
+    keys: int  # their size
+    values: int
+    softcap: float  # 0: none
+
+
 class Probe(NamedTuple):
     """A mask in the form of lists, to test at load whether layers pass it to attention unchanged."""
 
     mask: torch.Tensor
-    sizes: set[tuple[int, int]]  # of keys and values, as attention gets them
+    calls: list[Call]  # by layer
 
 
 Mask: TypeAlias = "torch.Tensor | SlotLists | Seen | Probe"
@@ -58,7 +66,7 @@ def attend(
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to attention, which is not supported.")
     if isinstance(attention_mask, Probe):
-        attention_mask.sizes.add((key.shape[-1], value.shape[-1]))
+        attention_mask.calls.append(Call(key.shape[-1], value.shape[-1], softcap or 0.0))
         attention_mask = attention_mask.mask
     if isinstance(attention_mask, SlotLists | Seen):
         if s_aux is not None:
@@ -116,7 +124,7 @@ class Control:
         self.last = layers - 1
         self.kept: tuple[int, ...] = ()  # hidden states after these layers are kept too
         self.seen: dict[int, Any] | None = None  # the decoder's own masks, by layer
-        self.sizes: set[tuple[int, int]] | None = None  # of keys and values, where wanted
+        self.calls: list[Call] | None = None  # of attention, where wanted
         self.ahead = 0  # added to the positions that layers get, but not to their rotary angles
         self.clear()
 

@@ -26,6 +26,7 @@ class Traits:
     layer_types: tuple[str, ...]
     windows: dict[str, int | None]  # by type of layer
     softcap: float  # of the logits; 0: none
+    scales: tuple[float, float]  # factors of embedded tokens and of logits that the configuration has; 1: none
     takes_positions: bool
     takes_logits_to_keep: bool
     branches: bool  # whether rows may form a tree
@@ -56,6 +57,10 @@ class Traits:
                 CHUNKED: getattr(config, "attention_chunk_size", None),
             },
             softcap=float(getattr(config, "final_logit_softcapping", None) or 0),
+            scales=(
+                float(getattr(config, "embedding_multiplier", None) or 1),
+                float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)),
+            ),
             takes_positions=takes_positions,
             takes_logits_to_keep="logits_to_keep" in inspect.signature(model.forward).parameters,
             branches=branches,
