@@ -33,7 +33,7 @@ from outpace import (
     OutpaceWarning,
     Sampling,
 )
-from outpace.draft import Draft, chain
+from outpace.draft import Tree, chain
 from outpace.heads import (
     KINDS,
     TRAINABLE,
@@ -49,11 +49,13 @@ from outpace.heads.blocks import BlockShape
 from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.heads.trees import best_tree
 from outpace.methods import METHODS
-from outpace.methods.headed import Headed, _Drafter, grow, plant, worthwhile
+from outpace.methods.headed import Headed, _Drafter, along, likeliest_paths
+from outpace.methods.ngrams import Expected, History
 from outpace.models.hf import HFModel
 from outpace.models.whole import layer_sizes
 from outpace.picking import Foreseen, Picker, likeliest
 from outpace.reproduce import amphista as reproduce_amphista
+from outpace.runtime.costs import Prices
 from outpace.runtime.graphs import GraphEngine
 from outpace.sources.heads import quick
 from outpace.training.trainer import Plan, Trainer
@@ -295,50 +297,58 @@ def fixed(accuracies: list[list[float]]) -> Any:
     return lambda depth, _: Foreseen(10 * depth + np.arange(len(chances[depth]))[None], chances[depth][None])
 
 
+def paths_in(expected: dict[int, Expected]) -> dict[tuple[int, ...], float]:
+    """Every path of tokens, and its probability."""
+    found = {}
+    for token, (chance, after) in expected.items():
+        found[token,] = chance
+        found.update({(token, *path): chance * more for path, more in paths_in(after).items()})
+    return found
+
+
 @given(ACCURACIES, st.integers(2, 30))
-def test_a_grown_tree_is_the_planted_one(accuracies: list[list[float]], rows: int) -> None:
+def test_the_likeliest_paths_are_those_of_the_best_tree(accuracies: list[list[float]], rows: int) -> None:
     accuracies = [sorted(head, reverse=True) for head in accuracies]
-    grown = grow(99, fixed(accuracies), len(accuracies), rows, beam=100)
-    planted = plant(99, fixed(accuracies), best_tree(accuracies, rows - 1))
-
-    def worth(tree: Draft) -> float:
-        total, worths = 0.0, [1.0]
-        for row in range(1, len(tree)):
-            depth, rank = divmod(tree.tokens[row], 10)
-            worths.append(worths[tree.parents[row]] * accuracies[depth][rank])
-            total += worths[-1]
-        return total
-
-    assert len(grown) == len(planted)
-    assert worth(grown) == pytest.approx(worth(planted))
+    likeliest = paths_in(likeliest_paths(fixed(accuracies), len(accuracies), rows - 1, beam=100))
+    best = {path: accuracies[len(path) - 1][path[-1]] for path in best_tree(accuracies, rows - 1)}
+    planted = paths_in(along(fixed(accuracies), best))
+    assert len(likeliest) == len(planted)
+    assert sum(likeliest.values()) == pytest.approx(sum(planted.values()))
 
 
 @given(ACCURACIES, st.integers(1, 12), st.sampled_from([0.0, 0.01, 0.1, 0.3]))
 def test_no_path_is_followed_in_vain(accuracies: list[list[float]], rows: int, slope: float) -> None:
     """What is not followed would not have been taken: the tree is that of all paths."""
 
-    def price(count: int) -> float:
-        return 1 + slope * (count - 1)
-
     def expect(depth: int, paths: Any) -> Foreseen:
         followed.append(len(paths))
         return fixed(accuracies)(depth, paths)
 
+    def grown(expected: dict[int, Expected]) -> list[float]:
+        tree, chances = Tree(99), paths_in(expected)
+        History(longest=1).grow(tree, rows, len(accuracies), "", price=price, heads=expected)
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+            paths.append((*paths[parent], token))
+        return [chances[path] for path in paths[1:]]
+
     followed: list[int] = []
+    price = Prices([1 + slope * row for row in range(max(2, rows))])
     least = math.log(slope) if slope else -math.inf
-    found = grow(99, expect, len(accuracies), rows, 100, price, least)
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for depth, head in enumerate(accuracies):
-        for path in [path for path in chances if len(path) == depth]:
-            for rank, chance in enumerate(sorted(head, reverse=True)):
-                chances[(*path, 10 * depth + rank)] = chances[path] * chance
-    likeliest_first = sorted(chances.values(), reverse=True)[1:rows]
-    count = worthwhile(likeliest_first, price)
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(found.tokens[1:], found.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    assert [chances[path] for path in paths[1:]] == pytest.approx(likeliest_first[: count - 1])
+    found = likeliest_paths(expect, len(accuracies), rows - 1, 100, least)
+    everything = likeliest_paths(fixed(accuracies), len(accuracies), 1000, 1000)
+    assert grown(found) == pytest.approx(grown(everything))
     assert all(paths <= max(1, rows - depth) for depth, paths in enumerate(followed))
+
+
+def test_lookup_continues_what_heads_expect() -> None:
+    history = History(longest=2)
+    history.extend([5, 6, 7, 8, 1])
+    tree = Tree(1)
+    history.grow(tree, 8, 4, "lookup", heads={6: Expected(0.5, {9: Expected(0.25, {})}), 3: Expected(0.2, {})})
+    assert tree.tokens == [1, 6, 3, 7, 9, 8, 1]
+    assert tree.parents == [-1, 0, 0, 1, 1, 3, 5]
+    assert tree.sources == ["model", "head 1", "head 1", "lookup", "head 2", "lookup", "lookup"]
 
 
 @pytest.mark.parametrize("tree", ["confidence", "measured"])
@@ -386,12 +396,6 @@ def test_what_the_model_said_is_recycled(kept: Path) -> None:
         found = {source for step in steps for source in step.draft.sources[1:]}
         assert ("recycled" in found) == (recycled > 0)
         assert max(len(step.draft) for step in steps) <= 11
-
-
-def test_a_tree_is_as_large_as_pays() -> None:
-    assert worthwhile([0.5, 0.4, 0.1], lambda rows: 1.0) == 4
-    assert worthwhile([0.5, 0.4, 0.1], lambda rows: 1 + 0.2 * (rows - 1)) == 3
-    assert worthwhile([0.5, 0.4, 0.1], lambda rows: float(rows)) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

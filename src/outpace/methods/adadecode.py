@@ -59,7 +59,7 @@ class AdaDecode(Method):
         rows: with "tree", the most rows of a draft.
         widths: with "tree", how many draft tokens follow the last token, then each expanded draft token, like "8,3".
         beam: with "tree", how many draft tokens of each depth are expanded.
-        lookup: with "tree", the share of rows that may go to prompt lookup.
+        lookup: with "tree", prompt lookup drafts too, paths as long as this share of the rows.
     """
 
     name = "adadecode"

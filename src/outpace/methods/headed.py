@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from ..draft import MODEL, Draft, Scores, Tree, Verdict, chain
+from ..draft import Draft, Scores, Tree, Verdict
 from ..errors import InputError, ModelError, OutpaceWarning
 from ..heads import KINDS, TRAINABLE, BlockHeads, Heads
 from ..heads.exporting import is_reference, load_reference
@@ -30,7 +30,7 @@ from ..sources.heads import CANDIDATES, HeadGuesses, PairedGuesses, SequentialGu
 from ..sources.history import History as Repeated
 from ..sources.recycle import Recycle
 from .base import Drafter, Method, prices_of
-from .ngrams import History, Recycled
+from .ngrams import Expected, History, Recycled
 
 LONGEST, FLOOR = 4, 0.02  # of lookup: longest match, the least probability of a draft token
 PLACES, REACH = 4, 31  # how many matches lookup continues, and how far: exact mode's drafts are at most 31 deep
@@ -89,7 +89,7 @@ class Headed(Method):
     Attributes:
         heads: a folder of trained heads; by default, installed ones for this model.
         rows: the most rows of a draft.
-        lookup: the share of rows that may go to prompt lookup; none with a tree of your own.
+        lookup: prompt lookup drafts too, paths as long as this share of the rows; none with a tree of your own.
         recycled: also draft the model's top-ranked next tokens from when it last computed the same token, accepted or
             not: how many per token; none with a tree of your own. More tokens per step, but more work: no faster so far
             on a GPU, slower on a CPU.
@@ -175,7 +175,7 @@ class Headed(Method):
             paths = paths_of(self.heads, min(self.top, engine.model.vocabulary), most)
         elif self.tree == "measured":
             paths = [tuple(path) for path in about.tree[: self.rows - 1]]
-            worths = [math.log(max(_worth(path, about.accuracies), 1e-9)) for path in paths]
+            worths = [sum(map(math.log, chances_along(path, about.accuracies))) for path in paths]
         else:
             paths = sorted(self.tree, key=len)
             worths = [-0.001 * place for place in range(len(paths))]
@@ -219,25 +219,22 @@ class _Drafter(Drafter):
                 OutpaceWarning,
                 stacklevel=2,
             )
-        self.price = costs.price_with("" if self.idle else method.name) if costs else None
+        self.price = costs.price_with("" if self.idle else method.name) if costs and grown else None
         self.new: list[torch.Tensor] = []  # hidden states that the heads have not read
         share = 1.0 if self.idle else method.lookup
-        self.lookup = int(share * (method.rows - 1)) if grown else 0
+        self.reach = min(REACH, int(share * (method.rows - 1))) if grown else 0
         self.history = History(LONGEST)
-        if self.lookup:
+        if self.reach:
             self.history.extend(sequence.tokens)
         self.recycled = Recycled(method.recycled) if method.recycled and grown else None
-        # Rows that may go to others than heads: to recycled tokens half of all, or as many as to lookup.
-        self.others = max(self.lookup, (method.rows - 1) // 2) if self.recycled else self.lookup
-        self.tree: list[Ranks] | None = None
+        self.rows = method.rows
+        self.paths: dict[Ranks, float] | None = None  # of a fixed tree, with the probabilities of their last tokens
         if not isinstance(method.tree, str):
-            self.tree = list(method.tree)
+            self.paths, self.rows = dict.fromkeys(method.tree, 1.0), 1 + len(method.tree)
         elif method.tree == "measured":
-            self.tree = [tuple(path) for path in about.tree[: method.rows - 1]]
-            if self.price:
-                worth = [_worth(path, about.accuracies) for path in self.tree]
-                self.tree = self.tree[: worthwhile(worth, self.price) - 1]
-        self.top = method.top if self.tree is None else 1 + max((max(path) for path in self.tree), default=0)
+            paths = map(tuple, about.tree[: method.rows - 1])
+            self.paths = {path: chances_along(path, about.accuracies)[-1] for path in paths}
+        self.top = method.top if self.paths is None else 1 + max((max(path) for path in self.paths), default=0)
         self.named = picker.candidates(self.top)  # tokens of each head that are copied from the device
 
     def score(self, draft: Draft) -> Asking[Scores]:
@@ -250,41 +247,33 @@ class _Drafter(Drafter):
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         if not self.idle:
             self.new.append(scores.hidden[list(verdict.rows)])
-        if self.lookup:
+        if self.reach:
             self.history.extend(verdict.tokens)
         if self.recycled:
             self.recycled.learn(draft.tokens, scores.logits, verdict.rows[-1])
 
     @torch.inference_mode()
     def draft(self, room: int) -> Draft:
-        root, depth = self.sequence.tokens[-1], min(self.heads.count, room)
-        # On a GPU the heads compute while the host searches the text.
-        expect = self._begin() if self.new and depth else None
-        repeated = Tree(root)
+        tree = Tree(self.sequence.tokens[-1])
+        depth = min(self.heads.count, room)
         self.history.grow(
-            repeated,
-            1 + self.others,
-            min(REACH, room),
+            tree,
+            self.rows,
+            min(max(self.heads.count, self.reach), room),
             "lookup",
-            floor=FLOOR,
             price=self.price,
             recycled=self.recycled,
+            heads=self._expected(self._begin(), depth) if self.new and depth else None,
         )
-        draft = chain(root, (), "") if expect is None else self._guess(expect, depth, len(repeated) - 1)
-        return draft if len(repeated) == 1 else Tree.of(draft, repeated).draft()
+        return tree.draft()
 
-    def _guess(self, expect: Expect, depth: int, taken: int) -> Draft:
-        """The heads' draft, with `taken` rows fewer than the method's most."""
-        root = self.sequence.tokens[-1]
-        rows, price = self.method.rows - taken, self.price
-        if self.tree is None:
-            if price is None:
-                return grow(root, expect, depth, rows, self.method.beam)
-            # A row that gains less than a row costs on the flattest part of the curve never pays.
-            least = math.log(price.least / price(1 + taken)) if price.least > 0 else -math.inf
-            return grow(root, expect, depth, rows, self.method.beam, lambda count: price(count + taken), least)
-        tree = self.tree[: rows - 1] if self.method.tree == "measured" else self.tree
-        return plant(root, expect, [path for path in tree if len(path) <= depth])
+    def _expected(self, expect: Expect, depth: int) -> dict[int, Expected]:
+        """What the heads expect, up to this depth."""
+        if self.paths is not None:
+            return along(expect, {path: chance for path, chance in self.paths.items() if len(path) <= depth})
+        # A row that gains less than a row costs on the flattest part of the curve never pays.
+        least = math.log(self.price.least / self.price(1)) if self.price and self.price.least > 0 else -math.inf
+        return likeliest_paths(expect, depth, self.rows - 1, self.method.beam, least)
 
     def _begin(self) -> Expect:
         """Feed the heads new rows. Their predictions are fetched when asked for."""
@@ -368,24 +357,15 @@ def paths_of(ready: Ready, top: int, most: int) -> list[Ranks]:
     return likely_paths(ready.heads.count, top, most, DEEPER if ready.heads.paired else 1)
 
 
-def grow(
-    root: int,
-    expect: Expect,
-    depth: int,
-    rows: int,
-    beam: int,
-    price: Callable[[int], float] | None = None,
-    least: float = -math.inf,
-) -> Draft:
-    """A tree of the most likely tokens, at most `rows` rows with the root; with `price`, as many as pay.
+def likeliest_paths(expect: Expect, depth: int, most: int, beam: int, least: float = -math.inf) -> dict[int, Expected]:
+    """What heads expect: the `most` likeliest tokens, with their paths.
 
     The `beam` most likely paths of each depth are expanded, unless their log probability is below `least` or the tree
     can already be filled with more likely tokens: no token is more likely than its parent.
     """
-    most = rows - 1
     worth, paths, nodes = np.zeros(1), np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)
     count = 1  # nodes; `nodes` has the last node of each path to expand
-    levels: list[tuple[Any, Numbers, Numbers, Numbers]] = []  # worth, parent, token and depth of new nodes
+    levels: list[tuple[Any, Numbers, Numbers, Any]] = []  # worth, parent, token and log probability of new nodes
     for place in range(min(depth, most)):
         if not len(paths):
             break
@@ -393,56 +373,42 @@ def grow(
         worths = worth[:, None] + found.chances
         best = np.argsort(-worths, axis=None, kind="stable")[: min(beam, most - place)]
         path, rank = np.divmod(best, worths.shape[1])
-        token = found.tokens[path if len(found.tokens) > 1 else 0, rank]
+        line = path if len(found.tokens) > 1 else 0
+        token = found.tokens[line, rank]
         worth, paths = worths[path, rank], np.concatenate([paths[path], token[:, None]], 1)
-        levels.append((worth, nodes[path], token, np.full(len(best), place + 1)))
+        levels.append((worth, nodes[path], token, found.chances[line, rank]))
         nodes = np.arange(count, count + len(best))
         count += len(best)
         known = np.concatenate([level[0] for level in levels])
         limit = max(least, np.partition(known, -most)[-most]) if len(known) >= most else least
         worth, paths, nodes = worth[worth >= limit], paths[worth >= limit], nodes[worth >= limit]
     if not levels:
-        return chain(root, (), "")
-    worths, parents, tokens, depths = map(np.concatenate, zip(*levels, strict=True))
+        return {}
+    worths, parents, tokens, chances = map(np.concatenate, zip(*levels, strict=True))
     # No token is more likely than its parent, which comes first in the list, so no child is taken without its parent.
     order = np.argsort(-worths, kind="stable")[:most]
-    if price:
-        order = order[: worthwhile(np.exp(worths[order]).tolist(), price) - 1]
-    row = np.zeros(count, dtype=np.int64)  # of each node
-    row[1 + order] = np.arange(1, 1 + len(order))
-    return Draft(
-        tokens=(root, *tokens[order].tolist()),
-        parents=(-1, *row[parents[order]].tolist()),
-        candidates=1 + len(order),
-        sources=(MODEL, *(f"head {at}" for at in depths[order].tolist())),
-    )
+    after: dict[int, dict[int, Expected]] = {0: {}}  # by node
+    lines = (part[order].tolist() for part in (parents, tokens, np.exp(chances)))
+    for node, parent, token, chance in zip((order + 1).tolist(), *lines, strict=True):
+        after[node] = {}
+        after[parent][token] = Expected(chance, after[node])
+    return after[0]
 
 
-def plant(root: int, expect: Expect, nodes: Sequence[Ranks]) -> Draft:
-    """A draft tree from paths of ranks."""
-    tree = Tree(root)
-    placed: dict[Ranks, tuple[int, tuple[int, ...]]] = {(): (0, ())}  # ranks -> row, tokens
-    for depth in range(1, max(map(len, nodes), default=0) + 1):
-        level = [path for path in nodes if len(path) == depth]
+def along(expect: Expect, paths: Mapping[Ranks, float]) -> dict[int, Expected]:
+    """What heads expect along paths of ranks, with the probabilities of their last tokens. Prefixes come first."""
+    after: dict[Ranks, dict[int, Expected]] = {(): {}}
+    words: dict[Ranks, tuple[int, ...]] = {(): ()}
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        level = [path for path in paths if len(path) == depth]
         parents = sorted({path[:-1] for path in level})
-        found = expect(depth - 1, np.array([placed[parent][1] for parent in parents], dtype=np.int64))
+        found = expect(depth - 1, np.array([words[parent] for parent in parents], dtype=np.int64))
         for path in level:
             line = parents.index(path[:-1]) if len(found.tokens) > 1 else 0
             token = int(found.tokens[line, path[-1]])
-            row, tokens = placed[path[:-1]]
-            (new,) = tree.insert([token], f"head {depth}", below=row)
-            placed[path] = new, (*tokens, token)
-    return tree.draft()
-
-
-def worthwhile(chances: Sequence[float], price: Callable[[int], float]) -> int:
-    """The number of rows, root included, with the most expected tokens per cost. The most likely come first."""
-    expected, best, rows = 1.0, 1.0 / price(1), 1
-    for count, chance in enumerate(chances, 2):
-        expected += chance
-        if expected / price(count) > best:
-            best, rows = expected / price(count), count
-    return rows
+            words[path], after[path] = (*words[path[:-1]], token), {}
+            after[path[:-1]].setdefault(token, Expected(paths[path], after[path]))
+    return after[()]
 
 
 def read_tree(name: str, tree: Any) -> tuple[Ranks, ...]:
@@ -462,8 +428,6 @@ def read_tree(name: str, tree: Any) -> tuple[Ranks, ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def _worth(path: Ranks, accuracies: Sequence[Sequence[float]]) -> float:
-    product = 1.0
-    for head, rank in enumerate(path):
-        product *= accuracies[head][rank]
-    return product
+def chances_along(path: Ranks, accuracies: Sequence[Sequence[float]]) -> list[float]:
+    """The measured probability of each rank of a path."""
+    return [max(accuracies[head][rank], 1e-9) for head, rank in enumerate(path)]

@@ -10,6 +10,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import exp
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,13 @@ from .beliefs import Beliefs
 
 RECYCLED, RUNNER_UP = NAMES
 MEMORY = 2**14  # the most tokens with stored successors
+
+
+class Expected(NamedTuple):
+    """A token that heads expect: its probability after the one before it, and what they expect after it."""
+
+    chance: float
+    after: dict[int, Expected]
 
 
 class Recycled:
@@ -127,27 +135,31 @@ class History:
         branching: bool = True,
         price: Prices | None = None,
         recycled: Recycled | None = None,
+        heads: dict[int, Expected] | None = None,
         beliefs: Beliefs | None = None,
         said: list[float] | None = None,
     ) -> float:
         """Add the most likely draft tokens to the tree, up to `rows` rows, and none with a probability below `floor`.
 
-        They come from the sequence, from stored ones, and from `recycled`. Their probabilities are the source's own
-        estimates, or those that `beliefs` correct; the estimate of every added row is appended to `said`.
+        They come from the sequence, from stored ones, from `recycled`, and from what `heads` expect next. Their
+        probabilities are the source's own estimates, or those that `beliefs` correct; the estimate of every added row
+        is appended to `said`.
 
         Nothing is added if the best one is below the probability `gate`. With the `price` of a step by rows, as many
         are added as maximize expected tokens per cost, possibly none. Returns the expected tokens of the step.
         """
-        # A heap of draft tokens: -probability, order, parent row, token, depth, the tokens before it, source, its own
-        # estimate.
-        waiting: list[tuple[float, int, int, int, int, tuple[int, ...], str, float]] = []
+        # A heap of draft tokens: -probability, order, parent row, token, depth, the tokens before it, what heads expect
+        # after it, source, its own estimate.
+        waiting: list[tuple[float, int, int, int, int, tuple[int, ...], dict[int, Expected], str, float]] = []
         order = 0
 
-        def consider(row: int, depth: int, end: tuple[int, ...], called: float) -> None:
+        def consider(row: int, depth: int, end: tuple[int, ...], expected: dict[int, Expected], called: float) -> None:
             nonlocal order
             offers = [(source, self.chances(end)), (STORED, self.earlier.chances(end) if self.earlier else {})]
             if recycled:
                 offers += [(RECYCLED, recycled.after(tree.tokens[row])), (RUNNER_UP, {} if row else recycled.runners)]
+            if expected:
+                offers.append((f"head {depth}", {token: found.chance for token, found in expected.items()}))
             guesses: dict[int, tuple[float, str, float]] = {}
             for by, shares in offers:
                 for token, share in shares.items():
@@ -159,16 +171,17 @@ class History:
                 guesses = {likeliest: guesses[likeliest]}
             for token, (chance, by, share) in guesses.items():
                 order += 1
-                heapq.heappush(waiting, (-chance, order, row, token, depth, end, by, share))
+                after = expected[token].after if token in expected else {}
+                heapq.heappush(waiting, (-chance, order, row, token, depth, end, after, by, share))
 
         if depth > 0:
-            consider(0, 1, tuple(self._end), 1.0)
+            consider(0, 1, tuple(self._end), heads or {}, 1.0)
         expected, best_rows = 1.0, len(tree)
         if waiting and -waiting[0][0] < gate:
             return expected
         best, best_expected = expected / price(best_rows) if price else 0.0, expected
         while waiting and len(tree) < rows:
-            negative, _, parent, token, at, end, by, called = heapq.heappop(waiting)
+            negative, _, parent, token, at, end, after, by, called = heapq.heappop(waiting)
             # All further ones are less likely, so none of them can pay.
             if price and -negative <= best * price.slope(len(tree)):
                 break
@@ -176,7 +189,7 @@ class History:
             if said is not None:
                 said.append(called)
             if at < depth:
-                consider(row, at + 1, (*end, token)[-self._longest :], called)
+                consider(row, at + 1, (*end, token)[-self._longest :], after, called)
             expected -= negative
             if price:
                 worth = expected / price(len(tree))
