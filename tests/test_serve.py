@@ -709,6 +709,7 @@ class TestGuard:
     ) -> None:
         caplog.set_level(logging.INFO, logger="outpace.serve")
         server.http.get("/a%0aGET%20/b")
+        wait_until(lambda: bool(caplog.records))
         assert [record.message.split(" ")[:3] for record in caplog.records] == [["GET", "/a%0AGET%20/b", "404"]]
         with server.http.stream("POST", "/v1/chat/completions", json=LONG_STREAM) as answer:
             next(answer.iter_bytes())
