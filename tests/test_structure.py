@@ -110,6 +110,8 @@ def _imported_modules(file: Path) -> list[str]:
 
 def test_public_names() -> None:
     assert outpace.__all__ == sorted(name for names in outpace._HOMES.values() for name in names)
+    for name in outpace._PACKAGES:  # as documented, without an import of their own
+        assert outpace.__getattr__(name).__name__ == f"outpace.{name}"
     for name in outpace.__all__:
         assert getattr(outpace, name).__doc__, name
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,8 @@ def test_training_goes_on_after_a_stop(texts: list[Text], tmp_path: Path) -> Non
     for name, part in never.heads.items():  # the weights of one that was never stopped, bit for bit
         found = second.heads[name].state_dict()
         assert all(torch.equal(weight, found[key]) for key, weight in part.state_dict().items()), name
+    with pytest.raises(InputError, match="with updates=6, not 7"):
+        trainer(replace(plan, updates=7)).resume(tmp_path / "checkpoint.pt")
     (tmp_path / "checkpoint.pt").write_bytes(b"half")
     with pytest.raises(InputError, match="Delete it to start over"):
         second.resume(tmp_path / "checkpoint.pt")

@@ -127,12 +127,16 @@ __all__ = [
     "load",
 ]
 
+_PACKAGES = ("parallel", "serve")  # documented as `outpace.serve.app` and so on
+
 
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
             return value
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -208,7 +208,7 @@ def _check_base(folder: Path, base: Mapping[str, Any], model: Model) -> None:
         other = "other weights" if name == "sample" else f"{name} {base.get(name)}, not {mine[name]}"
         raise ModelError(
             f"the heads in {folder} are for a model other than {model.name}: one with {other}. Heads work only with "
-            "the model they were trained for. Train some for this one with `outpace train`."
+            "the model they were trained for. Give that one (--model), or train some for this one with `outpace train`."
         )
 
 

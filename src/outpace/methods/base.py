@@ -100,7 +100,7 @@ class Method:
         """Check that the method works with `model`, and load what it needs. No effect on a prepared method."""
         if self.branches and not model.branches:
             raise UnsupportedModel(
-                f"{model.name} supports draft chains only (it derives positions from the mask), and "
+                f"{model.name} supports draft chains only (it takes no positions, or counts them in its mask), and "
                 f"{self.name} drafts trees. Use autoregressive, jacobi, draft-model, or prompt-lookup with tree=false."
             )
         return self

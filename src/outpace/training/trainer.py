@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -357,6 +357,7 @@ class Trainer:
             return
         state = {
             "progress": vars(self.progress),
+            "plan": asdict(self.plan),
             "heads": {name: part.state_dict() for name, part in self.heads.items()},
             "optimizers": {name: [one.state_dict() for one, _ in both] for name, both in self.optimizers.items()},
         }
@@ -369,7 +370,7 @@ class Trainer:
             raise InputError(f"the checkpoint could not be written to {path}: {error}.") from error
 
     def resume(self, path: Path) -> None:
-        """Load a checkpoint of the same heads."""
+        """Load a checkpoint of the same heads and the same plan; only how often to save may differ."""
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
             if state["heads"].keys() != self.heads.keys():
@@ -377,6 +378,12 @@ class Trainer:
                     f"{path} is a checkpoint of {', '.join(state['heads'])}, not of "
                     f"{', '.join(self.heads)}. Delete it to start over."
                 )
+            for name, mine in asdict(replace(self.plan, save_every=state["plan"]["save_every"])).items():
+                if mine != (theirs := state["plan"][name]):
+                    raise InputError(
+                        f"{path} is of a training with {name}={theirs}, not {mine}. Give the same settings to resume "
+                        "it, or delete it to start over."
+                    )
             for name, part in self.heads.items():
                 part.load_state_dict(state["heads"][name])
                 for (optimizer, _), stored in zip(self.optimizers[name], state["optimizers"][name], strict=True):
