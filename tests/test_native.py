@@ -382,6 +382,8 @@ def test_a_large_row_does_not_hide_the_others() -> None:
     found[2] += 0.1
     assert layers._error(found, expected) > 0.05
     assert layers._error(found, expected, slack=expected.norm()) < 1e-6
+    assert layers._error(torch.zeros(2, 8), torch.zeros(2, 8)) == 0  # embedded padding
+    assert layers._error(torch.full((2, 8), torch.nan), torch.ones(2, 8)) > 1e6
 
 
 def test_matrices_of_other_shapes_run_in_torch() -> None:

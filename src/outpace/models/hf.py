@@ -328,9 +328,10 @@ class HFModel:
         hidden: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> Output:
+        last = self.layers if stop is None else stop
         if isinstance(rows, Placed) and self._is_native():
-            return self._by_stack(pool, rows, logits, start, stop, hidden)
-        return self._by_torch(pool, rows, logits, start, stop, hidden, compiled)
+            return self._by_stack(pool, rows, logits, start, last, hidden)
+        return self._by_torch(pool, rows, logits, start, last, hidden, compiled)
 
     @torch.inference_mode()
     def _by_torch(
@@ -338,14 +339,14 @@ class HFModel:
         pool: Pool,
         rows: Placed | FixedRows,
         logits: int | Sequence[int],
-        start: int = 0,
-        stop: int | None = None,
+        start: int,
+        stop: int,
         hidden: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> Output:
         asked = asked_rows(logits, len(rows), self.device)
         control = self._control
-        control.start, control.stop = start, self.layers if stop is None else stop
+        control.start, control.stop = start, stop
         # A copy has the same layout as a layer's output, so nothing is compiled again for it.
         control.hidden = None if hidden is None else hidden[None].clone()
         control.cache = FixedCache(pool, rows) if isinstance(rows, FixedRows) else PoolCache(pool, rows)
@@ -392,18 +393,17 @@ class HFModel:
         rows: Placed,
         logits: int | Sequence[int],
         start: int,
-        stop: int | None,
+        stop: int,
         hidden: torch.Tensor | None,
     ) -> Output:
         stack = self._stack
         assert stack is not None
-        last = self.layers if stop is None else stop
-        kept = self.kept if (start, last) == (0, self.layers) else ()
+        kept = self.kept if (start, stop) == (0, self.layers) else ()
         behind: dict[int, torch.Tensor] = {}
         for layer in sorted(kept):
             hidden = behind[layer] = stack.forward(pool, rows, 0, start, layer, hidden).hidden
             start = layer
-        output = stack.forward(pool, rows, logits, start, last, hidden)
+        output = stack.forward(pool, rows, logits, start, stop, hidden)
         if not kept:
             return output
         return output._replace(hidden=torch.cat([output.hidden, *(behind[layer] for layer in kept)], -1))

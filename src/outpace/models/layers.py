@@ -13,7 +13,6 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_double, c_int64, c_void_p
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +66,9 @@ ROUGH = 0.1  # the same with quantized states: rounding may change an 8-bit code
 EMBEDDED, FINEST = 1e-6, 0.01  # tolerance for embeddings, and share of a state that counts when layers add little
 APART = 5  # how many times the error of the right form any other one must have
 
+FORMS = tuple((parallel, *turns) for parallel in (0, 1) for turns in ((1, 0), (1, 1), (1, 2), (0, 0)))
+"""What is tried of a layer: `parallel`, whether there is rotary embedding, and `paired`."""
+
 Angles = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each type of layer, cosines and sines [positions, rotated]."""
 
@@ -117,10 +119,6 @@ class _Step(ctypes.Structure):
         ("logits", c_void_p),
         ("threads", c_int64),
     )
-
-
-FORMS = tuple(product((0, 1), ((1, 0), (1, 1), (1, 2), (0, 0))))
-"""What is tried of a layer: `parallel`, whether there is rotary embedding, and `paired`."""
 
 
 class Unusual(Exception):
@@ -291,8 +289,7 @@ class Stack:
     def _weights(self, linear: Any) -> Weights:
         """Pointers to a linear layer's weights, packed or where torch has them."""
         if isinstance(linear, PackedLinear):
-            self._kept += linear, linear.filled
-            self._live.append((linear, "filled"))
+            self._kept.append(linear)
             weights = linear.weights()
             self._rough |= weights.type in FORMATS
             return weights
@@ -355,7 +352,7 @@ class Stack:
 
     def _read(self) -> list[torch.Tensor | None]:
         """All weights that C++ has pointers to, and those whose absence it counts on."""
-        return [(module._buffers if name == "filled" else module._parameters)[name] for module, name in self._live]
+        return [module._parameters[name] for module, name in self._live]
 
     def _pointers(self) -> list[int]:
         return [0 if weight is None else weight.data_ptr() for weight in self._read()]
@@ -478,18 +475,18 @@ class Stack:
     ) -> list[float]:
         """How far a layer is from what is expected of it, in each of FORMS."""
         found = []
-        for form in FORMS:
-            if form[1][0] and not self._widths[self._of_kind[number]]:
+        for parallel, turned, paired in FORMS:
+            if turned and not self._widths[self._of_kind[number]]:
                 found.append(math.inf)  # there are no angles
                 continue
-            self._set(number, form)
+            self._set(number, parallel, turned, paired)
             states = self.forward(pool, rows, 0, number, number + 1, hidden).hidden
             found.append(_error(states - hidden, expected - hidden, hidden.norm(dim=-1) * FINEST))
         return found
 
-    def _set(self, number: int, form: tuple[int, tuple[int, int]]) -> None:
+    def _set(self, number: int, parallel: int, turned: int, paired: int) -> None:
         layer = self._layers[number]
-        layer.parallel, (turned, layer.paired) = form
+        layer.parallel, layer.paired = parallel, paired
         layer.rotary = self._of_kind[number] if turned else -1
 
     def _choose(self, errors: torch.Tensor, rounding: float) -> bool:
@@ -508,7 +505,7 @@ class Stack:
                 return False
             for group, error in zip(groups, worst, strict=True):
                 for number in group:
-                    self._set(number, FORMS[int(error.argmin())])
+                    self._set(number, *FORMS[int(error.argmin())])
         return True
 
 
@@ -530,7 +527,7 @@ def _owns_numbers(module: Any) -> bool:
 
 def _error(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | float = 0.0) -> float:
     """The largest relative error of a row; `slack` is added to what it is relative to."""
-    errors = (found - expected).norm(dim=-1) / (expected.norm(dim=-1) + slack)
+    errors = (found - expected).norm(dim=-1) / (expected.norm(dim=-1) + slack).clamp(min=1e-30)
     return float(errors.detach().nan_to_num(math.inf).amax())
 
 
