@@ -26,8 +26,8 @@ LISTS = ("text", "length", "positions", "slots", "tree", "whose", "tiles")
 METHODS = ("plain", "auto with block", "auto with a store", "lookahead deep", "lookahead as published", "amphista")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], folder: Path, warps: int = 4) -> tuple[str, int]:
-    """What ptxas says of it, and its shared memory. Numbers are divisible by 16 as they are for common models."""
+def compiled(kernel: Any, constants: dict[str, Any], warps: int = 4) -> Any:
+    """Numbers are divisible by 16 as they are for common models."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -44,11 +44,27 @@ def compiled(kernel: Any, constants: dict[str, Any], folder: Path, warps: int = 
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": warps, "num_stages": 3, "launch_pdl": True}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def assembled(made: Any, folder: Path) -> tuple[str, int]:
+    """What ptxas says of it, and its shared memory."""
     code = folder / "kernel.ptx"
     code.write_text(made.asm["ptx"])
     command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(code), "-o", str(folder / "kernel.cubin")]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr, made.metadata.shared
+
+
+def exact_attention(shape: str, packed: bool) -> dict[str, Any]:
+    """The constants of its kernels."""
+    import triton.language as tl
+
+    from outpace.models import attention
+
+    size, group = SHAPES[shape]
+    shared = {"SIZE": size, "PADDED": size, "GROUPS": group, "GROUP": group, "UNITS": 1, "WINDOW": 0, "SOFTCAP": 0.0}
+    shared |= {"PRECISION": "tf32", "INDEX": tl.int32, "PACKED": packed, "EARLY": 2, "OWN": attention.OWN}
+    return shared | {"SHORT": attention.SHORT, "TOGETHER": attention.TOGETHER}
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -56,23 +72,18 @@ def compiled(kernel: Any, constants: dict[str, Any], folder: Path, warps: int = 
 def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
     shape: str, packed: bool, tmp_path: Path
 ) -> None:
-    import triton.language as tl
-
     from outpace.models import attention, kernels
 
-    size, group = SHAPES[shape]
-    shared = {"SIZE": size, "PADDED": size, "GROUPS": group, "GROUP": group, "UNITS": 1, "WINDOW": 0, "SOFTCAP": 0.0}
-    shared |= {"PRECISION": "tf32", "INDEX": tl.int32, "PACKED": packed, "EARLY": 2, "OWN": attention.OWN}
-    shared |= {"SHORT": attention.SHORT, "TOGETHER": attention.TOGETHER}
-    found = {}
+    shared, found = exact_attention(shape, packed), {}
+    size = shared["SIZE"]
     for joined in (False, True):
         for tile in (16, 32, 64):
             made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "JOINED": joined}
-            found[tile, joined] = compiled(kernels.part_exactly, made, tmp_path, attention.WARPS)
+            found[tile, joined] = assembled(compiled(kernels.part_exactly, made, attention.WARPS), tmp_path)
         for columns, warps in ((16, 1), (32, 1), (size, 1), (size, 2)):
-            unroll = attention._unroll(columns, size, joined)
+            unroll = attention._unroll(columns, size, joined, attention._groups(8192))
             made = {**shared, "HEADS": 4, "JOINED": joined, "COLUMNS": columns, "UNROLL": unroll}
-            found["merge", joined, columns, warps] = compiled(kernels.merge_exactly, made, tmp_path, warps)
+            found["merge", joined, columns, warps] = assembled(compiled(kernels.merge_exactly, made, warps), tmp_path)
     spilled = {kind: int(re.findall(r"(\d+) bytes spill stores", said)[-1]) for kind, (said, _) in found.items()}
     some = spilled.pop(("merge", False, size, 1))  # bytes of a thread, once for a row
     assert max(spilled.values()) <= 8, spilled
@@ -80,6 +91,19 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
     for joined in (False, True):  # two programs on a multiprocessor, which keeps a KiB for each
         assert 2 * (found[64, joined][1] + 1024) <= 228 * 1024
         assert 2 * 128 * int(re.findall(r"Used (\d+) registers", found[64, joined][0])[-1]) <= 65536
+
+
+@pytest.mark.parametrize("span", [1024, 4096, 8192])
+def test_a_merge_has_few_loads(span: int) -> None:
+    """Triton's time to compile grows faster than their square: 150 loads take 20 s, 43 take 2 s."""
+    from outpace.models import attention, kernels
+
+    columns, shared = attention.COLUMNS[0], exact_attention("8B", packed=False)
+    unroll = attention._unroll(columns, shared["SIZE"], joined=False, groups=attention._groups(span))
+    made = compiled(
+        kernels.merge_exactly, {**shared, "HEADS": 4, "JOINED": False, "COLUMNS": columns, "UNROLL": unroll}, warps=1
+    )
+    assert made.asm["ttir"].count("tt.load") <= {1024: 45, 4096: 70, 8192: 120}[span]
 
 
 @pytest.mark.parametrize("tile", [16, 32])

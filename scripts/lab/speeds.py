@@ -23,7 +23,6 @@ from .methods import PLAIN, ablations, lossless, named, published, usual
 from .models import Setup, is_raw, set_up
 
 CONSOLE = Console(width=150)
-SIZES = (3, 12, 28, 60, 120, 250, 380, 500, 760)  # prompts to warm up with: of all sizes of prefill graphs
 SETTLED, ENOUGH = 64, 96  # a prompt's speed is measured from this token on, if there are enough
 SEEDS = range(5)
 Runs = list[dict[str, Any]]
@@ -94,18 +93,10 @@ def measured(
     theirs: bool = False,
     out: Path | None = None,
 ) -> Runs:
-    """All runs of all methods; with `theirs`, transformers' generate too. Finished runs are kept in `out`.
-
-    On a GPU the warm-up uses other prompts, so that `auto` has not seen these.
-    """
+    """All runs of all methods; with `theirs`, transformers' generate too. Finished runs are kept in `out`."""
     decoder, sampling = setup.decoder, sampling or Sampling()
     ways = (True, False)[: 1 + arguments.host]
     entries: list[Entry] = [Timed(decoder, method, label, way) for way in ways for label, method in methods.items()]
-    on_gpu = decoder.model.device.type == "cuda"
-    if on_gpu:
-        for size in (*SIZES, *range(1000, arguments.longest, 500)):
-            for entry in entries:
-                entry.run(Task([1] * size, sampling, 8))
     if theirs:
         entries += [Transformers(decoder, setup.model, lookup) for lookup in (False, True)]
     questions = questions_of(decoder, arguments, arguments.each)
@@ -116,7 +107,7 @@ def measured(
 
     with tempfile.TemporaryDirectory() as place:
         journal = out or Path(place) / "runs.jsonl"
-        return measure(decoder, entries, questions, how, journal, show, warm=on_gpu).runs
+        return measure(decoder, entries, questions, how, journal, show).runs
 
 
 def of(runs: Runs, label: str, task: str | None = None) -> Runs:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from .data import Question
 from .entries import Entry, Task
 from .journal import Journal
 
-WARM_UP_TOKENS = 16
+CPU_TOKENS, GPU_TOKENS = 4, 8  # to generate as a warm-up
+WARM_UP_PROMPTS = (3, 12, 28, 60, 120, 250, 380, 500, 760)  # tokens: all sizes of prefill graphs
+WARM_UP_EVERY = 500  # and from 1,000 on, for the graphs of longer contexts
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,12 @@ def measure(
     journal: Path,
     show: Show = lambda share, text="": None,
     traces: Path | None = None,
-    warm: bool = False,
 ) -> Measured:
     """Run everything that is not in the journal yet. The first entry is plain decoding, the reference for the others.
 
-    With `traces`, each run of our methods writes one to that folder. `warm`: the entries need no warm-up.
+    With `traces`, each run of our methods writes one to that folder.
     """
-    return _Bench(decoder, entries, questions, settings, journal, show, traces, warm).run()
+    return _Bench(decoder, entries, questions, settings, journal, show, traces).run()
 
 
 class _Bench:
@@ -108,7 +110,6 @@ class _Bench:
         journal: Path,
         show: Show,
         traces: Path | None,
-        warm: bool,
     ) -> None:
         labels = [entry.label for entry in entries]
         if len(set(labels)) < len(labels):
@@ -126,7 +127,7 @@ class _Bench:
         self._resumed = 0
         self._show = show
         self._traces = traces
-        self._warm = warm
+        self._warm = False
 
     def run(self) -> Measured:
         runs = list[dict[str, Any]]()
@@ -184,18 +185,33 @@ class _Bench:
         if self._warm:
             return
         self._warm = True
-        first_of_tasks = {question.task: question for question in reversed(self._questions)}
-        chosen, length = list(first_of_tasks.values())[::-1], WARM_UP_TOKENS
-        if self._decoder.model.device.type == "cpu":
-            chosen, length = chosen[:1], WARM_UP_TOKENS // 4  # only GPUs have graphs, by rows and context length
-        length = min(length, self._settings.max_new_tokens)
-        for question in chosen:
-            prompt = self._decoder.encode(question.turns[0], self._settings.raw)
-            if len(prompt) + length > self._decoder.model.context:
-                continue
+        for prompt, length in self._warm_ups():
             for entry in self._entries:
                 self._show(0.0, f"warming up: {entry.label}")
-                entry.run(Task(prompt, self._settings.sampling, length))
+                entry.run(Task(prompt, self._settings.sampling, min(length, self._settings.max_new_tokens)))
+
+    def _warm_ups(self) -> Iterator[tuple[list[int], int]]:
+        """Prompts with the numbers of tokens to generate.
+
+        A GPU has graphs by rows and context length. Its prompts are not the bench's, so that `auto` learns nothing
+        about those.
+        """
+        context = self._decoder.model.context
+        if self._decoder.model.device.type == "cpu":
+            prompts = (self._encode(question.turns[0]) for question in self._questions)
+            yield from islice(((prompt, CPU_TOKENS) for prompt in prompts if len(prompt) + CPU_TOKENS <= context), 1)
+            return
+        longest = max(
+            sum(len(self._encode(turn)) + self._settings.max_new_tokens for turn in question.turns)
+            for question in self._questions
+        )
+        longest = min(longest, context - GPU_TOKENS)
+        sizes = [*WARM_UP_PROMPTS, *range(1000, longest + WARM_UP_EVERY, WARM_UP_EVERY)]
+        for size in sorted({min(size, longest) for size in sizes}):
+            yield [1] * size, GPU_TOKENS
+
+    def _encode(self, prompt: str) -> list[int]:
+        return self._decoder.encode(prompt, self._settings.raw)
 
     def _prompt(self, place: Place) -> list[int] | None:
         """The turn's prompt, after plain decoding's answers to the earlier turns. None if one of them was skipped."""

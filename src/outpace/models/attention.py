@@ -278,9 +278,13 @@ def _columns(programs: int, padded: int, processors: int) -> int:
     return few if programs <= processors and padded > 2 * few else padded
 
 
-def _unroll(columns: int, padded: int, joined: bool) -> int:
-    """How many groups are loaded at a time, as far as registers allow."""
-    return 8 if columns == COLUMNS[0] else 4 if joined or columns < padded else 2
+def _unroll(columns: int, padded: int, joined: bool, groups: int) -> int:
+    """How many groups are loaded at a time: as far as registers allow, and not more than there are.
+
+    Triton's time to compile grows with its square: 1 s for two, 7 s for eight of four splits each.
+    """
+    most = 8 if columns == COLUMNS[0] else 4 if joined or columns < padded else 2
+    return min(most, 1 << groups.bit_length() - 1)
 
 
 def _start_exactly(
@@ -330,7 +334,7 @@ def _start_exactly(
         TOGETHER=TOGETHER,
         JOINED=joined,
         COLUMNS=columns,
-        UNROLL=_unroll(columns, padded, joined),
+        UNROLL=_unroll(columns, padded, joined, groups),
         **{**options, "num_warps": 2 if columns == padded and rows * units <= 2 * processors else 1},
     )
     return mixed

@@ -391,34 +391,32 @@ def part_exactly(
 
 
 @triton.jit
-def _load_part(sums, peaks, weights, number, rows, heads, row, head, part, there, SIZE: tl.constexpr):
-    """One part of a row, as written by `part_exactly`. Where none is `there`, nothing was written."""
-    stored = (number * rows + row) * heads + head
-    peak = tl.load(peaks + stored, mask=there, other=float("-inf"))
-    weight = tl.load(weights + stored, mask=there, other=0.0)
-    place = sums + stored.to(tl.int64)[:, None] * SIZE + part[None, :]
-    return peak, weight, tl.load(place, mask=there[:, None] & (part < SIZE)[None, :], other=0.0)
-
-
-@triton.jit
 def _load_group(
-    sums, peaks, weights, group, rows, heads, row, head, part, real, begins, seen,
+    sums, peaks, weights, group, apart, real, inside, begins, seen,
     SIZE: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """A group of splits of a row that attends to positions from `seen` to `begins`, merged in order."""
+    """A group of splits of a row that attends to positions from `seen` to `begins`, merged in order.
+
+    The pointers are those of the first split; the same elements of the next one are `apart`.
+    """
     if JOINED:  # by `part_exactly`
-        return _load_part(sums, peaks, weights, group, rows, heads, row, head, part, real, SIZE)
-    peak = tl.full(head.shape, float("-inf"), tl.float32)
-    weight = tl.zeros(head.shape, tl.float32)
-    total = tl.zeros([head.shape[0], part.shape[0]], tl.float32)
+        number = group * apart
+        total = tl.load(sums + number.to(tl.int64) * SIZE, mask=inside, other=0.0)
+        peak = tl.load(peaks + number, mask=real, other=float("-inf"))
+        return peak, tl.load(weights + number, mask=real, other=0.0), total
+    peak = tl.full(real.shape, float("-inf"), tl.float32)
+    weight = tl.zeros(real.shape, tl.float32)
+    total = tl.zeros(inside.shape, tl.float32)
     start = _begins(group, SHORT)
     walk = (_begins(group + 1, SHORT) - start) // TOGETHER
     for each in tl.static_range(TOGETHER):
         since = start + each * walk
-        has = real & (since < begins) & (since + walk > seen)
-        number = group * TOGETHER + each
-        more = _load_part(sums, peaks, weights, number, rows, heads, row, head, part, has, SIZE)
-        peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+        has = (since < begins) & (since + walk > seen)  # otherwise nothing was written
+        number = (group * TOGETHER + each) * apart
+        total_more = tl.load(sums + number.to(tl.int64) * SIZE, mask=inside & has, other=0.0)
+        peak_more = tl.load(peaks + number, mask=real & has, other=float("-inf"))
+        weight_more = tl.load(weights + number, mask=real & has, other=0.0)
+        peak, weight, total = _fold(peak, weight, total, peak_more, weight_more, total_more)
     return peak, weight, total
 
 
@@ -484,9 +482,14 @@ def merge_exactly(
     total_own = tl.sum(tl.reshape(total_own, [16 // HEADS, HEADS, COLUMNS]), 0)
 
     _wait(EARLY)
-    weights = peaks + splits * rows * heads
     head = first + tl.arange(0, HEADS)
     real = tl.arange(0, HEADS) < held
+    inside = real[:, None] & (part < SIZE)[None, :]
+    apart = rows * heads
+    number = row * heads + head
+    peaks += number
+    weights = peaks + splits * apart
+    sums += number[:, None] * SIZE + part[None, :]
     begins = tl.maximum(begins, 0)
     seen = 0  # the first position that the row attends to
     if WINDOW > 0:
@@ -498,20 +501,14 @@ def merge_exactly(
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, COLUMNS], tl.float32)
-    # Unrolled, so that loads overlap: a long loop, then a short one for the rest.
-    most = first_group + (groups - first_group) // UNROLL * UNROLL
-    for rest in tl.static_range(2):
-        start, stop = (most, groups) if rest else (first_group, most)
-        for group in tl.range(start, stop, loop_unroll_factor=2 if rest else UNROLL):
-            more = _load_group(
-                sums, peaks, weights, group, rows, heads, row, head, part, real, begins, seen,
-                SIZE, SHORT, TOGETHER, JOINED,
-            )  # fmt: skip
-            peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
+    for group in tl.range(first_group, groups, loop_unroll_factor=UNROLL):  # so that loads overlap
+        more = _load_group(
+            sums, peaks, weights, group, apart, real, inside, begins, seen, SIZE, SHORT, TOGETHER, JOINED
+        )
+        peak, weight, total = _fold(peak, weight, total, more[0], more[1], more[2])
     peak, weight, total = _fold(peak, weight, total, peak_own, weight_own, total_own)
     weight = tl.where(weight > 0, weight, 1.0)
-    stored = mixed + (row * heads + head)[:, None] * SIZE + part[None, :]
-    tl.store(stored, total / weight[:, None], mask=real[:, None] & (part < SIZE)[None, :])
+    tl.store(mixed + number[:, None] * SIZE + part[None, :], total / weight[:, None], mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
