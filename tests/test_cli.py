@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -456,6 +457,7 @@ class TestCalibrate:
         monkeypatch.setattr(calibrate, "ROWS", (1, 2))
         monkeypatch.setattr(calibration, "TOKENS", 6)
         monkeypatch.setattr(calibration, "LONG", 20)
+        monkeypatch.setattr(calibration, "STEADY", math.inf)
         result = outpace("calibrate", "--model", folder, "--device", "cpu", "--json")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
@@ -474,6 +476,19 @@ class TestCalibrate:
         assert "prompt-lookup: as many rows as pay" in shown.stdout
         assert "sequences started so" in shown.stdout
         assert shown.stdout.endswith(" the speed of plain decoding\n")
+
+    def test_the_figures_of_a_busy_machine_are_not_saved(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calibrate, "ROWS", (1, 2))
+        monkeypatch.setattr(calibration, "TOKENS", 6)
+        monkeypatch.setattr(calibration, "LONG", 20)
+        monkeypatch.setattr(calibration, "STEADY", -1.0)
+        result = outpace("calibrate", "--model", folder, "--device", "cpu", "--json")
+        assert result.exit_code == 2
+        assert "not saved: other work disturbed the measurement" in result.stderr
+        assert json.loads(result.stdout)["file"] is None
+        assert load(str(folder), device="cpu").engine.costs is None
+        saved = outpace("calibrate", "--model", folder, "--device", "cpu", "--json", "--force")
+        assert Path(json.loads(saved.stdout)["file"]).is_file()
 
     @pytest.mark.parametrize(
         ("options", "words"),

@@ -221,7 +221,8 @@ def test_calibration_serves_the_decoder_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("outpace.bench.calibration.measure", lambda engine, done: FLAT)
     decoder = Decoder(tiny("Llama"))
     shares: list[float] = []
-    curve = calibrate(decoder, shares.append)
+    curve, swing = calibrate(decoder, shares.append)
+    assert swing >= 0
     assert decoder.engine.costs == curve
     assert set(curve.drafting) == set(curve.paces) == {*FREE}
     assert all(pace > 0 for pace in curve.paces.values())

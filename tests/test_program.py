@@ -559,7 +559,7 @@ def test_whole_steps_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = CostCurve({}, (1, 128), (100,), ((1.0, 1.04),))
     monkeypatch.setattr("outpace.bench.calibration.measure", lambda engine, done: flat)
     monkeypatch.setattr("outpace.bench.calibration.TOKENS", 5)
-    curve = calibrate(decoder)
+    curve = calibrate(decoder).curve
     assert curve.paces["prompt-lookup"] > 0
     assert curve.drafting["prompt-lookup"] == 0
 

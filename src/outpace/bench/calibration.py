@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
@@ -28,34 +29,76 @@ STEPS = 12  # steps to time a self-speculative draft token
 LONG = 64  # tokens that `auto` generates: if the host drafts, it judges a method after 16 steps
 
 
-class Tried(NamedTuple):
-    """A method's times on some prompts, without prefill."""
-
-    own: float  # seconds per step for drafting and learning
-    pace: float  # tokens/s
+STEADY = 0.15  # plain decoding may differ by this share between two runs of a prompt
 
 
-def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> CostCurve:
+class Calibrated(NamedTuple):
+    """A calibration, and how much plain decoding's speed differed between two runs of the same prompt, as a share."""
+
+    curve: CostCurve
+    swing: float
+
+    @property
+    def steady(self) -> bool:
+        """Whether the machine was idle enough for the figures to be of use."""
+        return self.swing <= STEADY
+
+
+def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> Calibrated:
     """Measure, and let the decoder's methods use the result from now on. `done` is called with the finished share."""
     engine = decoder.engine
     engine.costs = curve = measure(engine, done=lambda share: done(0.5 * share))
     prompts = _prompts(decoder, TOKENS)
     engine.costs = curve = replace(curve, asking=_asking(decoder, prompts[0], curve))
-    tried: dict[str, Tried] = {}
-    plain = _try(decoder, Autoregressive(), prompts).pace
-    for index, (name, kind) in enumerate(METHODS.items()):
-        method = _ready(decoder, name) if kind.lossless and kind is not Autoregressive else None
-        if method is not None:
-            tried[name] = _try(decoder, method, prompts)
-        done(0.5 + 0.45 * (index + 1) / len(METHODS))
-    plain = (plain + _try(decoder, Autoregressive(), prompts).pace) / 2
+    methods = {name: _ready(decoder, name) for name, kind in METHODS.items() if kind.lossless}
+    tried = {name: _Tried(decoder, method) for name, method in methods.items() if method is not None}
+    plain = tried.pop(Autoregressive.name)
+    swings = []
+    for index, prompt in enumerate(prompts):
+        before = plain.run(prompt)
+        for number, method in enumerate(tried.values(), 1):
+            method.run(prompt)
+            done(0.5 + 0.45 * (index + number / len(tried)) / len(prompts))
+        swings.append(abs(math.log(plain.run(prompt) / before)) if before else 0.0)
     engine.costs = replace(
         curve,
-        drafting={name: found.own for name, found in tried.items()},
-        paces={name: found.pace / plain for name, found in tried.items() if plain},
+        drafting={name: median(method.own or [0.0]) for name, method in tried.items()},
+        paces={name: method.pace / plain.pace for name, method in tried.items() if plain.pace},
     )
     done(1.0)
-    return engine.costs
+    return Calibrated(engine.costs, math.expm1(median(swings)))
+
+
+class _Tried:
+    """A method's times on some prompts, without prefill."""
+
+    def __init__(self, decoder: Decoder, method: Method) -> None:
+        self._decoder, self._method = decoder, method
+        self._warm = False
+        self._tokens, self._seconds = 0, 0.0
+        self.own = list[float]()  # seconds per step for drafting and learning
+
+    def run(self, prompt: Sequence[int]) -> float:
+        """Generate; seconds per token, 0 if the sequence ended at once."""
+        if not self._warm:
+            self._warm = True
+            list(self._steps(prompt))  # compiles and captures
+        steps = list(islice(self._steps(prompt), 1, None))
+        # A step that runs as one program has no phases: drafting is part of its cost.
+        self.own += [step.seconds.get("draft", 0.0) + step.seconds.get("learn", 0.0) for step in steps]
+        seconds = sum(sum(step.seconds.values()) for step in steps)
+        tokens = sum(len(step.tokens) for step in steps)
+        self._seconds += seconds
+        self._tokens += tokens
+        return seconds / tokens if tokens else 0.0
+
+    def _steps(self, prompt: Sequence[int]) -> Iterator[Step]:
+        return self._decoder.stream(prompt, method=self._method, max_new_tokens=TOKENS, sampling=Sampling())
+
+    @property
+    def pace(self) -> float:
+        """Tokens/s."""
+        return self._tokens / self._seconds if self._seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -121,20 +164,6 @@ def _prompts(decoder: Decoder, tokens: int) -> list[list[int]]:
         return [[1, 2, 3, 1, 2]]
     longest = max(1, decoder.model.context - tokens)
     return [decoder.encode(of_task[0])[-longest:] for of_task in PROMPTS.values()]
-
-
-def _try(decoder: Decoder, method: Method, prompts: Sequence[Sequence[int]]) -> Tried:
-    options: dict[str, Any] = {"method": method, "max_new_tokens": TOKENS, "sampling": Sampling()}
-    list(decoder.stream(prompts[0], **options))  # compiles and captures
-    steps: list[Step] = []
-    for prompt in prompts:
-        steps += islice(decoder.stream(prompt, **options), 1, None)
-    if not steps:  # all sequences ended at once
-        return Tried(0.0, 0.0)
-    # A step that runs as one program has no phases: drafting is part of its cost.
-    own = median(step.seconds.get("draft", 0.0) + step.seconds.get("learn", 0.0) for step in steps)
-    seconds = sum(sum(step.seconds.values()) for step in steps)
-    return Tried(own, sum(len(step.tokens) for step in steps) / seconds)
 
 
 def _asking(decoder: Decoder, prompt: list[int], curve: CostCurve) -> float:

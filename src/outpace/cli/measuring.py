@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError, UnknownNameError
+from ..errors import InputError, OutpaceError, UnknownNameError
 from . import options
 from .loading import load_both, load_decoder
 from .settings import choose_for_bench
@@ -209,6 +209,7 @@ def calibrate(
     runtime: options.Runtime = "auto",
     exact: options.Exact = None,
     plot: Annotated[Path | None, typer.Option(help="Also plot it to this file (.png, .svg); needs matplotlib.")] = None,
+    force: Annotated[bool, typer.Option(help="Save the figures of a busy machine too.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure the cost of steps by rows and context, so that methods given by name draft as much as pays here.
@@ -217,8 +218,8 @@ def calibrate(
     prompts.
     """
     options.check(model, runtime=runtime, dtype=dtype)
+    from ..bench.calibration import STEADY, look
     from ..bench.calibration import calibrate as run
-    from ..bench.calibration import look
     from ..board import console_for_output
     from ..chart import check_plot, print_costs, print_look, progress_bar, save_calibration
     from ..models.loading import usual_weights
@@ -227,17 +228,24 @@ def calibrate(
     check_plot(plot)
     decoder = load_decoder(model, dtype, device, runtime, exact, weights)
     with progress_bar("measuring") as show:
-        curve = run(decoder, lambda share: show(0.9 * share))
+        curve, swing = found = run(decoder, lambda share: show(0.9 * share))
         seen = look(decoder)
-    path = curve.save(costs_folder())
+    path = curve.save(costs_folder()) if found.steady or force else None
     if plot is not None:
         save_calibration(curve, seen, plot)
     if as_json:
-        typer.echo(json.dumps({**asdict(curve), "auto": seen.to_json(), "file": str(path)}))
+        typer.echo(json.dumps({**asdict(curve), "auto": seen.to_json(), "swing": swing, "file": path and str(path)}))
+    else:
+        console = console_for_output()
+        print_costs(console, curve, decoder)
+        print_look(console, seen)
+    if path is None:
+        raise OutpaceError(
+            "not saved: other work disturbed the measurement. Between two runs of a prompt, plain decoding's speed "
+            f"differed by {swing:.0%}; at most {STEADY:.0%} is allowed. Run it on an idle machine, or with --force."
+        )
+    if as_json:
         return
-    console = console_for_output()
-    print_costs(console, curve, decoder)
-    print_look(console, seen)
     typer.echo(f"saved in {path}", err=True)
     if weights is None and usual_weights(model, dtype, device, runtime):
         typer.echo(
