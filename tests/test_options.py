@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import outpace
-from outpace import Decoder, InputError, Options, Sampling
+from outpace import Decoder, InputError, Options, OutpaceWarning, Sampling
 from outpace.options import NAMES, settled
 
 from .models import tiny
@@ -71,6 +71,12 @@ def test_fields_of_sampling_may_be_given_alone() -> None:
     assert [token for _, step in batch for token in step.tokens] == expected.token_ids  # type: ignore[union-attr]
     two = decoder.generate(PROMPT, n=2, **given, max_new_tokens=12)
     assert two[0].token_ids == expected.token_ids != two[1].token_ids
+
+
+def test_greedy_decoding_says_that_it_ignores_settings_of_sampling() -> None:
+    decoder = Decoder(tiny("Llama"), method="autoregressive")
+    with pytest.warns(OutpaceWarning, match=r"greedy decoding ignores top_k=4 and top_p=0\.9\. Set a temperature"):
+        decoder.generate(PROMPT, top_p=0.9, top_k=4, min_p=0.0, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(

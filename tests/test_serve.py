@@ -408,6 +408,7 @@ class TestOthers:
         ({"n": 17, "temperature": 1}, 400, "n", "16 choices"),
         ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: Input should be greater than"),
         ({"messages": "x"}, 400, "messages", "messages='x': Input should be"),
+        ({"stop": ["a"] * 20}, 400, "stop", "stop=['a', "),
         ({"stop": ["a"] * 17}, 400, "stop", "at most 16"),
         ({"stop": ""}, 400, "stop", "at least 1"),
         ({"logit_bias": {"999": 1}}, 400, "logit_bias", "below 257"),

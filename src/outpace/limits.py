@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, OutpaceWarning
 
 WHOLE = ("top_k", "seed")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+OF_SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # without effect on greedy decoding, by the value that is off
 
 
 def check_sampling(given: Mapping[str, Any]) -> None:
@@ -25,6 +27,17 @@ def check_sampling(given: Mapping[str, Any]) -> None:
         fits, allowed = _range(name, value)
         if not fits:
             raise InputError(f"{name}={value!r} is out of range: it must be {allowed}.")
+
+
+def warn_if_greedy(given: Mapping[str, Any]) -> None:
+    """Warn about settings without effect: they restrict sampling, but decoding is greedy."""
+    idle = [f"{name}={given[name]:g}" for name, off in OF_SAMPLING.items() if given.get(name, off) != off]
+    if idle and given.get("temperature", 0) == 0:
+        warnings.warn(
+            f"greedy decoding ignores {' and '.join(idle)}. Set a temperature, such as 0.7, to sample.",
+            OutpaceWarning,
+            stacklevel=2,
+        )
 
 
 def _is_number(value: object, kind: Any) -> bool:

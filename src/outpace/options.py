@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from .errors import InputError, UnknownNameError
 from .grammar import Constraint, Grammar
+from .limits import warn_if_greedy
 from .methods import DEFAULT, METHODS, Method, make
 from .methods.base import settings
 from .picking import Sampling
@@ -162,4 +163,5 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"outpace.Sampling({', '.join(f'{name}=…' for name in chance)})."
             )
         given["sampling"] = Sampling(**chance)
+        warn_if_greedy(chance)
     return given

@@ -70,6 +70,8 @@ def bench(
     options.check(
         *(model, options.listed(methods), runtime, dtype, max_new_tokens), temperature=temperature, top_p=top_p
     )
+    if out.suffix != ".json":
+        raise InputError(f"--out {out}: the file must end in .json.")
     options.check_files({"--data": data}, {"--out": out})
     from ..bench.data import choose_questions, own_questions, read_questions
     from ..bench.entries import Ours, Transformers
@@ -84,8 +86,6 @@ def bench(
     known = own_questions() if data is None else read_questions(data)
     how = Settings(max_new_tokens, repeats, sampling, raw, data.name if data else "", digest(known))
     questions = choose_questions(known, [name for name in options.listed(tasks) if name], each)
-    if out.suffix != ".json":
-        raise InputError(f"--out {out}: the file must end in .json.")
     chosen = choose_for_bench(options.listed(methods), settings, device)
     decoder, loaded = load_both(model, dtype, device, runtime, exact, weights)
     entries: list[Entry] = [

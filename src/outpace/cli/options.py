@@ -12,7 +12,7 @@ import typer
 
 from ..errors import InputError, UnknownNameError
 from ..files import reason
-from ..limits import check_sampling
+from ..limits import check_sampling, warn_if_greedy
 from ..models.bundled import NAMES, NOT_FOUND, is_ready, may_be_hub_id
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def check(
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more, a whole number.")
     check_sampling(sampling)
+    warn_if_greedy(sampling)
 
 
 def prompt_or_pipe(prompt: str | None) -> str | None:

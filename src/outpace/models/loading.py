@@ -198,9 +198,8 @@ def resolve_device(device: str | None) -> torch.device:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise InputError(
-            f"device {device!r} cannot be used here: {_reason(error)} Use 'cpu', or leave it out."
-        ) from error
+        reason = "torch knows no such device." if "Expected one of" in str(error) else _reason(error)  # it lists twenty
+        raise InputError(f"device {device!r} cannot be used here: {reason} Use 'cpu', or leave it out.") from error
     return place
 
 

@@ -136,7 +136,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", first["msg"])
         return Fault(f"the body is not JSON: {why}, at character {place[0] if place else 0}.").response()
-    param = ".".join(place)
+    param = ".".join(part for part in place if part.isidentifier() or part.isdigit())  # not pydantic's names of types
     if first["type"] == "missing":
         message = f"{param or 'the body'} is missing."
     else:
