@@ -28,7 +28,12 @@ def random_rows(kind: Kind, rows: int, inputs: int, seed: int = 0) -> np.ndarray
 
 
 def write(
-    path: Path, architecture: str = "llama", kind: Kind = Kind.Q4_1, tied: bool = True, mixed: Kind | None = None
+    path: Path,
+    architecture: str = "llama",
+    kind: Kind = Kind.Q4_1,
+    tied: bool = True,
+    mixed: Kind | None = None,
+    bos: bool = False,
 ) -> Path:
     """A file with random weights. `mixed`: the output head's type, if it has weights of its own."""
     random = np.random.default_rng(1)
@@ -50,8 +55,10 @@ def write(
         writer.add_sliding_window(5)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"w{number}" for number in range(VOCABULARY)])
+    writer.add_token_scores([-float(number) for number in range(VOCABULARY)])
     writer.add_token_merges([])
     writer.add_bos_token_id(1)
+    writer.add_add_bos_token(bos)
     writer.add_eos_token_id(2)
 
     def matrix(name: str, outputs: int, inputs: int, how: Kind = kind) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import hashlib
 import json
@@ -18,13 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import decoders
 
-from outpace.errors import FetchError, ModelError, UnknownNameError
-from outpace.grammar import words_of
+from outpace.errors import FetchError, UnknownNameError
 from outpace.models import bundled
-
-from .serving import bytewise
 
 NAME = "smollm2-135m"
 GGUF = b"GGUF" + bytes(range(256)) * 8
@@ -283,34 +278,6 @@ def test_full_disk_reported_by_the_weights_writer(monkeypatch: pytest.MonkeyPatc
 def test_failed_conversion_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FetchError, match=r"ValueError: strange tensor.*pip install -U transformers"):
         convert_that_raises(ValueError("strange tensor"), monkeypatch)
-
-
-def test_special_tokens_come_from_the_config() -> None:
-    vocabulary = ["<unk>", "<start>", "<end>"]
-    tokenizer = SimpleNamespace(
-        backend_tokenizer=SimpleNamespace(pre_tokenizer=None),
-        bos_token="<start>",
-        eos_token="<start>",
-        init_kwargs={"eos_token_id": 1},
-        convert_ids_to_tokens=vocabulary.__getitem__,
-    )
-    config = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    bundled.settle_tokenizer(tokenizer, config)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<start>", "<end>", "<end>")
-    assert tokenizer.init_kwargs == {"clean_up_tokenization_spaces": False}
-
-
-def test_grammars_need_byte_level_tokens_to_be_decoded_as_such() -> None:
-    pytest.importorskip("llguidance")
-    tokenizer = copy.deepcopy(bytewise())
-    replaced = decoders.Replace("\u2581", " ")
-    several = [decoders.ByteFallback(), decoders.Fuse(), replaced, decoders.ByteLevel()]
-    tokenizer.backend_tokenizer.decoder = decoders.Sequence(several)  # as transformers 5.17 reads a GGUF file
-    with pytest.raises(ModelError, match=r"llguidance reads '\{"):
-        words_of(tokenizer, len(tokenizer), [0])
-    bundled.settle_tokenizer(tokenizer, SimpleNamespace())
-    tokens = tokenizer.encode("a ü", add_special_tokens=False)
-    assert words_of(tokenizer, len(tokenizer), [0]).decode_str(tokens) == tokenizer.decode(tokens) == "a ü"
 
 
 def pip_that(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,27 +336,6 @@ def dequantize_option() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def settle_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Mend what some versions of transformers misread in a GGUF file.
-
-    Of special tokens, the model's config is right. For byte-level tokens some add SentencePiece's decoders, by which
-    llguidance would take all tokens for SentencePiece's.
-    """
-    from tokenizers import decoders, pre_tokenizers
-
-    backend = tokenizer.backend_tokenizer
-    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
-        backend.decoder = decoders.ByteLevel()
-    for role in ("bos", "eos", "pad", "unk"):
-        token_id = getattr(config, f"{role}_token_id", None)
-        if token_id is not None:
-            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
-            tokenizer.init_kwargs.pop(f"{role}_token_id", None)
-    # Detokenization must not clean up spaces.
-    tokenizer.clean_up_tokenization_spaces = False
-    tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars, logs and warnings while our own progress is shown."""

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError, OutpaceWarning
-from . import bundled
+from . import bundled, vocabulary
 from .fusing import is_plain
 from .gguf import File, Tensor
 from .layers import form_of, is_linear
@@ -50,9 +50,12 @@ ARCHITECTURES = {
 """Architectures whose weights stay as they are in the file. Others are dequantized, then quantized to 8 bits."""
 
 
+FOLDERS = 2  # the version of folders that `prepared` makes
+
+
 def prepared(file: File) -> Path:
     """A folder with the config and the tokenizer of a GGUF file. transformers makes it, once: that takes a while."""
-    folder = user_cache_path("outpace", appauthor=False) / "gguf" / file.digest[:32]
+    folder = user_cache_path("outpace", appauthor=False) / "gguf" / f"{file.digest[:32]}-{FOLDERS}"
     if folder.is_dir():
         return folder
     try:
@@ -79,7 +82,7 @@ def _write_folder(file: File, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    bundled.settle_tokenizer(tokenizer, config)
+    vocabulary.settle(tokenizer, config, file.metadata)
     config.tie_word_embeddings = "output.weight" not in file.tensors
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
