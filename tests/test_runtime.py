@@ -218,6 +218,31 @@ def test_exact_mode_tries_texts_together(wrong: bool) -> None:
     assert engine.name.endswith("one text at a time") == wrong
 
 
+@pytest.mark.parametrize(("family", "kinds"), [("Llama", (3,)), ("Gemma2", (2, 3))])
+def test_kernels_of_every_kind_of_attention_are_compiled_ahead(
+    family: str, kinds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = HFModel(tiny(family))
+    assert model.kinds == kinds
+    engine = GraphEngine(model, compiled=False, capacity=256)
+    seen = set[tuple[int, int]]()
+
+    class Step:
+        def __init__(self, *given: Any) -> None:
+            self.layers = given[5]
+
+        def compute(self) -> None:
+            seen.add(self.layers)
+
+        def warm_up(self) -> None:
+            assert self.layers == (0, model.layers)
+
+    monkeypatch.setattr(graphs, "_Graph", Step)
+    monkeypatch.setattr(engine, "_compile_layers", lambda: None)
+    engine._prepare(8, 1024, (0, model.layers), 0)
+    assert seen == {(layer, layer + 1) for layer in {*model.kinds, model.layers - 1}}
+
+
 def test_exact_mode_computes_as_many_rows_outside_of_layers_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama")
     engine = GraphEngine(HFModel(model), compiled=False, exact_rows=8, capacity=512)

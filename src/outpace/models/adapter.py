@@ -68,6 +68,7 @@ class Model(Protocol):
     chunk: int  # the largest prefill chunk
     device: torch.device
     lists: bool  # whether it computes FixedRows
+    kinds: tuple[int, ...]  # the last layer of each kind of attention, in order
     kept: tuple[int, ...]  # layers after which hidden states are kept, besides the last: see `keep`
 
     def room(self, position: int) -> int:

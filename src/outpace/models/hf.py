@@ -72,6 +72,7 @@ class HFModel:
         self._was_native = False
         self._calls: list[Call] = []  # of attention by layers, if they call ours
         self._kinds = set(traits.layer_types)
+        self.kinds = tuple(sorted({kind: layer for layer, kind in enumerate(traits.layer_types)}.values()))
         self._decoder, self._gates = with_gates(self._mirror, traits.layer_types, self._control)
         self._outside = [
             Outside(child, self._control)

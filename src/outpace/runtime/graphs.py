@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from functools import cache, partial
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -415,12 +416,14 @@ class GraphEngine(Engine):
 
     def _prepare(self, size: int, span: int, layers: tuple[int, int], texts: int) -> None:
         """Compile the layers, and our own kernels at the same time."""
-        places, last = (self.model, self.pool, self._texts), (layers[1] - 1, layers[1])
+        places = (self.model, self.pool, self._texts)
+        kinds = {layers[1] - 1, *(layer for layer in self.model.kinds if layers[0] <= layer < layers[1])}
+        sizes = {PRIME, size, *(self._tried() if self.exact and not texts else ())}
         ahead = Ahead()
         try:
             with ahead:
-                for rows in {PRIME, size, *(self._tried() if self.exact and not texts else ())}:
-                    _Graph(*places, rows, span, last, False, self.exact, None, texts).compute()
+                for rows, layer in product(sizes, kinds):
+                    _Graph(*places, rows, span, (layer, layer + 1), False, self.exact, None, texts).compute()
             self._compile_layers()
             # If first compiled for a row count that equals no other size of the model, layers work for all row counts.
             _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
