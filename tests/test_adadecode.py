@@ -42,6 +42,7 @@ from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
 from outpace.models.whole import layer_sizes
 from outpace.picture import LAYER, climbs_of, staircase
+from outpace.runtime import program
 from outpace.runtime.costs import CostCurve
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.plain import alone
@@ -447,6 +448,8 @@ def test_exits_that_are_slow_by_the_clock_are_left_for_the_rest_of_the_text() ->
     took[True] = 3.1
     assert steps(guard, 20) == [True] * 8 + [False] * 12  # 24 tokens later
     assert not guard.pays
+    took[True] = 2.9
+    assert steps(Guard(lambda: now[0], rival=0.9), 20) == [False] * 4 + [True] * 8 + [False] * 8
 
 
 def test_a_text_goes_on_plainly_where_exits_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,11 +458,53 @@ def test_a_text_goes_on_plainly_where_exits_are_slow(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Calibrated, "leaves", lambda self, exit_, confidence: self.rows < 3)
     expected = write(decoder, Autoregressive(), [1, 2, 3], Sampling(), 40)
     clock = iter(range(10**6))
-    monkeypatch.setattr(adadecode, "Guard", lambda: Guard(lambda: float(next(clock))))
+    monkeypatch.setattr(adadecode, "Guard", lambda rival: Guard(lambda: float(next(clock)), rival))
     found = [*decoder.stream([1, 2, 3], method=decoder.prepare(method), max_new_tokens=40)]
     assert [token for step in found for token in step.tokens] == expected.token_ids
     drafted = [len(step.draft) > 1 for step in found]
     assert drafted[:6] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"temperature": 0.8, "seed": 5},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"temperature": 0.7, "top_k": 9},
+    ],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_where_exits_are_slow_plain_decodings_program_takes_over(
+    how: dict[str, Any], together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("Llama")
+    decoder, method = on_graphs(model), AdaDecode(random_exits(model))
+    monkeypatch.setattr(Calibrated, "next", lambda self, after: after + 1 if after + 1 < len(self.seen) else None)
+    monkeypatch.setattr(Calibrated, "leaves", lambda self, exit_, confidence: self.rows < 3)
+    clock = iter(range(10**6))
+    # Every step takes longer than the one before.
+    monkeypatch.setattr(adadecode, "Guard", lambda rival: Guard(lambda: float(next(clock) ** 2), rival))
+    sampling = Sampling(**how)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 3]] if together else [[1, 2, 3]]
+    expected = [write(Decoder(model), Autoregressive(), prompt, sampling, 60).token_ids for prompt in prompts]
+    programs = list[str]()
+    reserve = program.Program.reserve
+    monkeypatch.setattr(program.Program, "reserve", lambda *given: programs.append("") or reserve(*given))
+    found = decoder.generate(prompts, method=decoder.prepare(method), sampling=sampling, max_new_tokens=60)
+    assert [result.token_ids for result in found] == expected
+    assert 1 <= len(programs) <= len(prompts)  # a text may end before that
+    assert all(result.offered for result in found)  # exits were tried before
+    assert decoder.engine.pool.held == 0
+
+
+def test_exits_of_no_use_leave_the_whole_text_to_plain_decodings_program() -> None:
+    model = tiny("Llama")
+    decoder, method = on_graphs(model), SelfSpeculative(length=0)
+    expected = write(Decoder(model), Autoregressive(), [1, 2, 3], Sampling(), 30)
+    steps = [*decoder.stream([1, 2, 3], method=decoder.prepare(method), max_new_tokens=30)]
+    assert [token for step in steps for token in step.tokens] == expected.token_ids
+    assert all("draft" not in step.seconds for step in steps)  # by the host
 
 
 COSTS = Costs(climbs=(8.0, 16.0, 24.0), whole=34.0, probe=2.5, prices=(1.0,) * 16)

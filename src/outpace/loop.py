@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from .draft import MODEL, Draft, Likely, Scores, Step, Verdict, extended
-from .errors import InvalidLogits
+from .errors import InvalidLogits, NoRoom
+from .methods.autoregressive import Autoregressive
 from .methods.base import Drafter, Method
 from .picking import Picker, Sampling
 from .pool import Sequence as Owner
@@ -112,22 +114,41 @@ def write(
         sequence.written = extras.written
         place = None if program is None else program.reserve(sequence, sampling, limit, prediction)
         text = sequence.tokens if place is None else [*prompt]
+
+        def relieve(tokens: int) -> bool:
+            """Whether plain decoding's program takes over, behind this many new tokens."""
+            nonlocal program, place
+            program = None if by_host else engine.program_for(Autoregressive(), sampling)
+            if program is not None:
+                with suppress(NoRoom):  # the host goes on, and allocates slots as needed
+                    place = program.reserve(sequence, sampling, None if limit is None else limit - tokens)
+            return place is not None
+
         try:
+            if place is None:
+                with method.start(engine, sequence, picker) as drafter:
+                    yield from _by_drafter(engine, drafter, sequence, picker, stop, limit, extras, relieve)
+                text = [*sequence.tokens]
             if place is not None:
                 yield from _by_program(engine, program, place, sequence, sampling, stop, text)
-                return
-            with method.start(engine, sequence, picker) as drafter:
-                yield from _by_drafter(engine, drafter, sequence, picker, stop, limit, extras)
         finally:
             method.remember(engine.model, text)
 
 
 def _by_drafter(
-    engine: Engine, drafter: Drafter, sequence: Owner, picker: Picker, stop: Stop, limit: int | None, extras: Extras
+    engine: Engine,
+    drafter: Drafter,
+    sequence: Owner,
+    picker: Picker,
+    stop: Stop,
+    limit: int | None,
+    extras: Extras,
+    relieve: Callable[[int], bool],
 ) -> Text:
-    """The loop with the host in every step: draft, score, verify, learn."""
+    """The loop with the host in every step: draft, score, verify, learn. Ends early if a program takes over."""
     finish: str | None = None
     written, reused = 0, 0 if extras.written else len(sequence.slots)
+    may_rest = True
 
     def finished(token: int) -> bool:
         nonlocal finish, written
@@ -136,6 +157,11 @@ def _by_drafter(
         return finish is not None
 
     while finish is None:
+        if drafter.rests and may_rest:
+            sequence.written = extras.written + written
+            if relieve(written):
+                return
+            may_rest = False
         clock = _Clock()
         try:
             room = engine.model.room(sequence.position)
@@ -172,7 +198,7 @@ def _by_program(
         try:
             yield from engine.read(sequence, program.sees(place, seen))
         except InvalidLogits as error:
-            raise InvalidLogits(f"at new token 1: {error}.") from error
+            raise InvalidLogits(f"at new token {sequence.written + 1}: {error}.") from error
         yield Turn(program, place)  # let waiting prompts prefill first, since opening keeps the host busy
         program.open(place, sequence, sampling, seen)
         while finish is None:
@@ -191,7 +217,7 @@ def _by_program(
             if finish is None and len(text) == place.limit:
                 finish = "length"  # the end of the context: the lane is idle
             if finish is None and stepped.fault:
-                place_of_it = len(text) - len(sequence.tokens) + 1
+                place_of_it = len(text) - len(sequence.tokens) + sequence.written + 1
                 raise InvalidLogits(
                     f"at new token {place_of_it}: the model's logits contain NaN, or every token is ruled out."
                 )

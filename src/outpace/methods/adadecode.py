@@ -261,10 +261,14 @@ class _Drafter(Drafter):
         self.guesser = picker.for_drafts()
         # If the output depends on the drafts, the drafts must not depend on the clock.
         timed = isinstance(control, Calibrated) and (picker.greedy or picker.sampling.rule == "keyed")
-        self.guard = Guard() if timed and self.verifies else None
+        self.guard = Guard(rival=_rival(engine, picker)) if timed and self.verifies else None
         self.timed: Guard | None = None  # of this step
         self.stairs: Staircase | None = None
         self.asked: list[Asked] = []
+
+    @property
+    def rests(self) -> bool:
+        return self.guard is not None and not self.guard.pays
 
     def drafting(self, room: int) -> Asking[Draft]:
         text = self.sequence.tokens
@@ -402,6 +406,12 @@ def _start(
     if control is None:
         return Autoregressive().start(engine, sequence, picker)
     return kind(heads, exits, control, engine, sequence, picker)
+
+
+def _rival(engine: Engine, picker: Picker) -> float:
+    """Seconds per token of plain decoding's program; infinite if there is none, or it has not run yet."""
+    program = engine.program_for(Autoregressive(), picker.sampling)
+    return math.inf if program is None else float(program.sizes.quickest())
 
 
 def _ask(heads: ExitHeads, place: int, ends: Ends, hidden: torch.Tensor) -> torch.Tensor:

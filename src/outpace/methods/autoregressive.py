@@ -35,5 +35,9 @@ class Autoregressive(Method):
 
 
 class _Drafter(Drafter):
+    @property
+    def rests(self) -> bool:
+        return True
+
     def draft(self, room: int) -> Draft:
         return chain(self.sequence.tokens[-1], (), "")

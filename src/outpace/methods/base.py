@@ -33,6 +33,11 @@ class Drafter(AbstractContextManager["Drafter"]):
         self.sequence = sequence
         self.picker = picker
 
+    @property
+    def rests(self) -> bool:
+        """Whether it drafts nothing from now on, so that plain decoding's program may take over."""
+        return False
+
     def draft(self, room: int) -> Draft:
         """A draft tree below the last token, at most `room` deep."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ right and all before it were. So it pays while the product of these probabilitie
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -187,10 +188,13 @@ class Calibrated(Control):
 
 
 class Guard:
-    """Whether the exits pay by the clock in this sequence: seconds per token, against its first plain steps."""
+    """Whether the exits pay by the clock in this sequence: seconds per token, against its first plain steps.
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self.clock = clock
+    `rival`: seconds per token of plain decoding's program, if one could take over.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter, rival: float = math.inf) -> None:
+        self.clock, self.rival = clock, rival
         self.pays = True
         self._plain: list[float] = []
         self._began, self._uses = 0.0, False
@@ -209,7 +213,7 @@ class Guard:
             return
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
         if self._tokens >= TRIED:
-            self.pays = self._seconds / self._tokens < median(self._plain)
+            self.pays = self._seconds / self._tokens < min(median(self._plain), self.rival)
             self._seconds, self._tokens = 0.0, 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple, TypeAlias
 
 from ..step.chances import CUTS
@@ -180,6 +180,10 @@ class Sizes:
             self._ms[kind] = known + TIMING * (ms - known)
         if kind in self._rested:
             self._drift = self._ms[kind] / self._rested[kind]
+
+    def quickest(self) -> float:
+        """Seconds of the fastest kind of step that was timed with sequences; infinite if none was."""
+        return min(self._ms.values(), default=inf) / 1000
 
     def ms(self, kind: Hashable) -> float | None:
         """Milliseconds of this kind of step; kinds not timed with sequences are scaled like the others."""
