@@ -124,8 +124,8 @@ class AdaDecode(Method):
             return own
         raise ModelError(
             f"{self.name}: there are no trained exits for {model.name}. Train some with `outpace train exits --model "
-            "MODEL --prompts FILE --out FOLDER`, and give them: --set heads=FOLDER/exits. Or use the model's own "
-            f"output head: --set heads=original.{hint()}"
+            "MODEL --prompts FILE --out FOLDER`, and give them: heads='FOLDER/exits', in a terminal --set "
+            f"heads=FOLDER/exits. Or use the model's own output head: heads='original'.{hint()}"
         )
 
     def plan(self, engine: Engine) -> Plan | None:

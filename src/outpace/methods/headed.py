@@ -152,7 +152,8 @@ class Headed(Method):
             return own
         raise ModelError(
             f"{self.name}: there are no trained heads for {model.name}. Train some with `outpace train {self.kind} "
-            f"--model MODEL --prompts FILE --out FOLDER`, and give them: --set heads=FOLDER/{self.kind}.{hint()}"
+            f"--model MODEL --prompts FILE --out FOLDER`, and give them: heads='FOLDER/{self.kind}', in a terminal "
+            f"--set heads=FOLDER/{self.kind}.{hint()}"
         )
 
     @property
