@@ -747,3 +747,15 @@ def test_what_asks_the_host_is_found(spoil: Any) -> None:
         numbers = torch.arange(6).view(2, 3)
         with pytest.raises(AssertionError), _Placed(), _Recorded():
             spoil(numbers)
+
+
+def test_a_prediction_keeps_plain_decoding_on_the_host() -> None:
+    """Its program cannot draft from one."""
+    model = tiny("Llama")
+    decoder = Decoder(model)
+    decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=512)
+    answer = decoder.generate([1, 2, 3], method="autoregressive", max_new_tokens=24)
+    assert answer.steps == 24
+    again = decoder.generate([1, 2, 3], method="autoregressive", max_new_tokens=24, prediction=answer.token_ids)
+    assert again.token_ids == answer.token_ids
+    assert again.steps < 24

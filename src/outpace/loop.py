@@ -118,7 +118,7 @@ def write(
         def relieve(tokens: int) -> bool:
             """Whether plain decoding's program takes over, behind this many new tokens."""
             nonlocal program, place
-            program = None if by_host else engine.program_for(Autoregressive(), sampling)
+            program = None if by_host or extras.hints else engine.program_for(Autoregressive(), sampling)
             if program is not None:
                 with suppress(NoRoom):  # the host goes on, and allocates slots as needed
                     place = program.reserve(sequence, sampling, None if limit is None else limit - tokens)
