@@ -73,7 +73,11 @@ def test_answers_in_batches_are_those_one_by_one(name: str, tmp_path: Path) -> N
     before = model.config._attn_implementation
     rng = random.Random(name)
     prompts = [rng.choices(range(VOCABULARY), k=length) for length in (3, 7, 4, 12)]
-    write_answers(model, prompts, tmp_path, [], batch=4, new_tokens=CHECKED + 8, greedy=True)
+    shares = list[float]()
+    write_answers(model, prompts, tmp_path, [], batch=4, new_tokens=CHECKED + 8, greedy=True, show=shares.append)
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    assert any(0 < share < 1 for share in shares)  # within the only batch
     assert model.config._attn_implementation == before
     for text in read_answers(tmp_path):
         ids = text.tokens[None, : text.prompt]

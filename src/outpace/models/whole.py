@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,10 +59,11 @@ def write_batch(
     new_tokens: int,
     temperatures: Sequence[float],
     seed: int,
+    show: Callable[[float], None] = lambda share: None,
 ) -> list[list[int]]:
     """Answers to a batch of prompts, each at its own temperature (0: greedy), with its end token.
 
-    The KV cache is static; finished sequences are dropped from it.
+    The KV cache is static; finished sequences are dropped from it. `show` is called with the finished share.
     """
     longest = max(map(len, prompts))
     texts = _Texts(model, prompts, longest + new_tokens, ends, temperatures, seed)
@@ -75,6 +76,7 @@ def write_batch(
             if left <= FULL * len(texts.whose):
                 texts.select()
             texts.write(min(texts.length + CHECKED, longest + new_tokens))
+            show((texts.length - longest) / new_tokens)
     return [[token for token in line if token >= 0] for line in texts.tokens[:, longest:].tolist()]
 
 

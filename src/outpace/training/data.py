@@ -69,13 +69,14 @@ def write_answers(
     new_tokens: int,
     greedy: bool = False,
     seed: int = 0,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Callable[[float], None] = lambda share: None,
     enough: Callable[[], bool] = lambda: False,
     team: Team | None = None,
 ) -> None:
     """Generate answers to all prompts in batches, one file per batch. Batches that have a file are skipped.
 
-    The processes of a team share the batches, and wait for each other at the end.
+    `show` is called with the finished share. The processes of a team share the batches, and wait for each other at the
+    end.
     """
     team = team or Team()
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def write_answers(
     order = list(range(len(batches)))
     random.Random(seed).shuffle(order)  # an interrupted run has answers to prompts of all lengths
     for done, number in team.share(enumerate(order)):
-        show(done, len(batches))
+        show(done / len(batches))
         file = folder / f"answers-{number:04}.safetensors"
         if file.exists():
             continue
@@ -96,7 +97,11 @@ def write_answers(
             break
         rng = random.Random(f"{seed} {number}")
         warm = [0.0 if greedy or rng.random() < GREEDY else rng.uniform(*WARM) for _ in batches[number]]
-        answers = _answer(model, batches[number], ends, new_tokens, warm, seed + number)
+
+        def tell(share: float, before: int = done) -> None:
+            show((before + share) / len(batches))
+
+        answers = _answer(model, batches[number], ends, new_tokens, warm, seed + number, tell)
         half = file.with_suffix(".part")
         save_file(
             {
@@ -108,7 +113,7 @@ def write_answers(
         )
         half.replace(file)
     team.wait()
-    show(len(batches), len(batches))
+    show(1.0)
 
 
 def _answer(
@@ -118,10 +123,11 @@ def _answer(
     new_tokens: int,
     temperatures: Sequence[float],
     seed: int,
+    show: Callable[[float], None],
 ) -> list[Text]:
     """Answers to a batch of prompts; in two halves if it does not fit in memory."""
     try:
-        written = write_batch(model, prompts, ends, new_tokens, temperatures, seed)
+        written = write_batch(model, prompts, ends, new_tokens, temperatures, seed, show)
         return [Text(torch.tensor([*prompt, *new]), len(prompt)) for prompt, new in zip(prompts, written, strict=True)]
     except torch.OutOfMemoryError:
         if len(prompts) == 1:
@@ -130,8 +136,10 @@ def _answer(
     half = len(prompts) // 2
     first, second = slice(half), slice(half, None)
     return [
-        *_answer(model, prompts[first], ends, new_tokens, temperatures[first], seed),
-        *_answer(model, prompts[second], ends, new_tokens, temperatures[second], seed),
+        *_answer(model, prompts[first], ends, new_tokens, temperatures[first], seed, lambda share: show(share / 2)),
+        *_answer(
+            model, prompts[second], ends, new_tokens, temperatures[second], seed, lambda share: show((1 + share) / 2)
+        ),
     ]
 
 

@@ -161,8 +161,8 @@ class _Writer:
             late = 0 < 60 * how.minutes * until < time.perf_counter() - self.begun
             return late and any(folder.glob("answers-*"))
 
-        def tell(done: int, total: int) -> None:
-            self.show(until, f"answers, {name}: {done} of {total} batches")
+        def tell(share: float) -> None:
+            self.show(until, f"answers, {name}: {share:.0%}")
 
         encoded = encode_all(self.decoder, prompts)
         most = min(LONGEST_PROMPT, self.decoder.model.context - how.new_tokens)
