@@ -620,6 +620,13 @@ def test_a_stopped_training_is_not_begun_anew_by_mistake(folder: Path, heads: Pa
         (heads / "checkpoint.pt").unlink()
 
 
+def test_ctrl_c_keeps_the_answers(folder: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "answers", lambda *_: signal.raise_signal(signal.SIGINT))
+    result = train(folder, heads.parent / "new", "--updates", 1)
+    assert result.exit_code == 130
+    assert "finished answers are in" in result.stderr
+
+
 def test_ctrl_c_keeps_what_was_learnt(folder: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update that runs is finished, and --resume comes to the weights of a training that was not stopped."""
     kinds = ("hydra",)

@@ -136,10 +136,11 @@ def train(
         begun = {kind: start_from(start / kind, decoder.model, kind, chosen[kind]) for kind in kinds}
         heads = {kind: found for kind, (found, _) in begun.items()}
         earlier = {kind: stored.training for kind, (_, stored) in begun.items()}
-    with progress_bar("answering", team.leads) as show:
-        written = get_answers(decoder, loaded, texts, answers or out / "answers", how, show, team, judged)
+    kept = answers or out / "answers"
     made_by = {"prompts": prompts.name if prompts else "own", **asdict(how)}
     try:
+        with progress_bar("answering", team.leads) as show:
+            written = get_answers(decoder, loaded, texts, kept, how, show, team, judged)
         with progress_bar("training", team.leads) as show:
             found = run(
                 *(loaded, decoder.model, heads, written, plan, out),
@@ -151,8 +152,10 @@ def train(
                 bits=bits,
             )
     except KeyboardInterrupt:
-        if team.leads and (out / CHECKPOINT).exists():
-            typer.echo(f"\nthe checkpoint is in {out / CHECKPOINT}: continue with --resume", err=True)
+        if team.leads:
+            there = f"the checkpoint is in {out / CHECKPOINT}: continue with --resume"
+            first = f"finished answers are in {kept}: the same command uses them again"
+            typer.echo(f"\n{there if (out / CHECKPOINT).exists() else first}", err=True)
         raise
     if not team.leads:
         return

@@ -162,12 +162,12 @@ class AdaDecode(Method):
             measured = engine.costs.paces.get(self.name, predicted)
         if min(predicted, measured) < WORTHWHILE:
             speed = f"predicted to make {engine.model.name} {predicted:.2f}"
+            better = "" if engine.costs else ", or measure costs with `outpace calibrate`"
             if measured < predicted:
                 speed = f"measured to make {engine.model.name} {measured:.2f}"
             warnings.warn(
                 f"{self.name}: these exits are {speed} times as fast here, and are used from {WORTHWHILE} on. Train "
-                "better exits, or measure costs with `outpace calibrate`; control='fixed' (--set control=fixed) uses "
-                "them all the same.",
+                f"better exits{better}; control='fixed' (--set control=fixed) uses them all the same.",
                 OutpaceWarning,
                 stacklevel=2,
             )
