@@ -27,12 +27,10 @@ from .prompts import PROMPTS
 TOKENS = 24  # tokens that every method generates for the first prompt of each task
 STEPS = 12  # steps to time a self-speculative draft token
 LONG = 64  # tokens that `auto` generates: if the host drafts, it judges a method after 16 steps
-
-
 STEADY = 0.15  # plain decoding may differ by this share between two runs of a prompt
 
 
-class Calibrated(NamedTuple):
+class Calibration(NamedTuple):
     """A calibration, and how much plain decoding's speed differed between two runs of the same prompt, as a share."""
 
     curve: CostCurve
@@ -44,7 +42,7 @@ class Calibrated(NamedTuple):
         return self.swing <= STEADY
 
 
-def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> Calibrated:
+def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: None) -> Calibration:
     """Measure, and let the decoder's methods use the result from now on. `done` is called with the finished share."""
     engine = decoder.engine
     engine.costs = curve = measure(engine, done=lambda share: done(0.5 * share))
@@ -66,7 +64,7 @@ def calibrate(decoder: Decoder, done: Callable[[float], None] = lambda share: No
         paces={name: method.pace / plain.pace for name, method in tried.items() if plain.pace},
     )
     done(1.0)
-    return Calibrated(engine.costs, math.expm1(median(swings)))
+    return Calibration(engine.costs, math.expm1(median(swings)))
 
 
 class _Tried:
