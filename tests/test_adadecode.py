@@ -36,7 +36,7 @@ from outpace.heads.blocks import BlockShape
 from outpace.heads.exits import BINS, BORDERS, spread
 from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.methods import adadecode
-from outpace.methods.leaving import Calibrated, Costs, Guard, choose, costs_of, predict
+from outpace.methods.leaving import Calibrated, Costs, Guard, Trust, choose, costs_of, predict
 from outpace.methods.staircase import Heights, Staircase
 from outpace.models.hf import HFModel
 from outpace.models.toy import Bigram
@@ -443,13 +443,37 @@ def test_exits_that_are_slow_by_the_clock_are_left_for_the_rest_of_the_text() ->
             guard.end(3 if found[-1] else 1)
         return found
 
-    guard = Guard(lambda: now[0])
+    guard = Guard(clock=lambda: now[0])
     assert steps(guard, 20) == [False] * 4 + [True] * 16
     took[True] = 3.1
     assert steps(guard, 20) == [True] * 8 + [False] * 12  # 24 tokens later
     assert not guard.pays
     took[True] = 2.9
-    assert steps(Guard(lambda: now[0], rival=0.9), 20) == [False] * 4 + [True] * 8 + [False] * 8
+    assert steps(Guard(rival=0.9, clock=lambda: now[0]), 20) == [True] * 8 + [False] * 12
+
+
+def test_exits_that_did_not_pay_are_tried_in_fewer_and_fewer_texts() -> None:
+    trust = Trust()
+    tried = []
+    for text in range(31):
+        if trust.tries():
+            tried.append(text)
+            trust.learn(False)
+    assert tried == [0, 2, 6, 14, 22, 30]
+    trust.learn(True)
+    assert trust.tries()
+    trust.learn(False)
+    assert not trust.tries()
+    assert trust.tries()
+
+
+def test_a_guard_that_is_not_trusted_leaves_the_whole_text_to_plain_decoding() -> None:
+    trust = Trust()
+    trust.learn(False)
+    untrusted, trusted = Guard(trust, rival=1.0), Guard(trust, rival=1.0)
+    assert not untrusted.pays
+    assert not untrusted.begin()
+    assert trusted.begin()
 
 
 def test_a_text_goes_on_plainly_where_exits_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +482,7 @@ def test_a_text_goes_on_plainly_where_exits_are_slow(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Calibrated, "leaves", lambda self, exit_, confidence: self.rows < 3)
     expected = write(decoder, Autoregressive(), [1, 2, 3], Sampling(), 40)
     clock = iter(range(10**6))
-    monkeypatch.setattr(adadecode, "Guard", lambda rival: Guard(lambda: float(next(clock)), rival))
+    monkeypatch.setattr(adadecode, "Guard", lambda trust, rival: Guard(trust, rival, lambda: float(next(clock))))
     found = [*decoder.stream([1, 2, 3], method=decoder.prepare(method), max_new_tokens=40)]
     assert [token for step in found for token in step.tokens] == expected.token_ids
     drafted = [len(step.draft) > 1 for step in found]
@@ -484,7 +508,7 @@ def test_where_exits_are_slow_plain_decodings_program_takes_over(
     monkeypatch.setattr(Calibrated, "leaves", lambda self, exit_, confidence: self.rows < 3)
     clock = iter(range(10**6))
     # Every step takes longer than the one before.
-    monkeypatch.setattr(adadecode, "Guard", lambda rival: Guard(lambda: float(next(clock) ** 2), rival))
+    monkeypatch.setattr(adadecode, "Guard", lambda trust, rival: Guard(trust, rival, lambda: float(next(clock) ** 2)))
     sampling = Sampling(**how)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 3]] if together else [[1, 2, 3]]
     expected = [write(Decoder(model), Autoregressive(), prompt, sampling, 60).token_ids for prompt in prompts]

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Autoregressive, Decoder, InputError, Jacobi, Lookahead, Sampling, load
+from outpace import Autoregressive, Decoder, InputError, Jacobi, Lookahead, PromptLookup, Sampling, load
 from outpace.bench.data import Question
 from outpace.bench.entries import Entry, Ours, Run, Task, Transformers
 from outpace.bench.harness import Measured, Settings, measure
 from outpace.bench.results import assemble, read_results, summarize
 from outpace.methods import Method
 from outpace.race import first_difference
+from outpace.runtime import program
+from outpace.runtime.graphs import PROGRAMS, GraphEngine
 
 from .test_cli import CONTEXT, folder
 
@@ -127,6 +129,26 @@ def test_entries_take_turns_at_being_first(pair: tuple[Decoder, Any], tmp_path: 
     measure(pair[0], chosen, QUESTIONS, SHORT, tmp_path / "runs.jsonl")
     a, j = "autoregressive", "jacobi"
     assert log == [*(a, j), *(a, j), *(j, a), *(a, j), *(j, a)]  # the first two warm up
+
+
+def test_a_bench_of_many_methods_makes_each_program_once(
+    pair: tuple[Decoder, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, _ = pair
+    decoder.engine = GraphEngine(decoder.model, compiled=False, capacity=1024)
+    made: list[Any] = []
+    begin = program.Program.__init__
+
+    def count(self: Any, *given: Any) -> None:
+        made.append(self)
+        begin(self, *given)
+
+    monkeypatch.setattr(program.Program, "__init__", count)
+    methods = [Autoregressive(), *(PromptLookup(rows=rows) for rows in range(2, 3 + PROGRAMS))]
+    entries = [Ours(decoder, method, str(number)) for number, method in enumerate(methods)]
+    found = measure(decoder, entries, QUESTIONS[1:], replace(SHORT, max_new_tokens=3), tmp_path / "runs")
+    assert all(run["equal"] for run in found.runs)
+    assert len(made) == len(entries)
 
 
 @pytest.mark.parametrize("killed_at", range(2, 8))

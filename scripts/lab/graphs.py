@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,6 @@ from outpace.models import attention
 from outpace.models.attention import SlotLists, attend_by_mask
 from outpace.models.hf import HFModel
 from outpace.models.loading import load
-from outpace.runtime import graphs
 from outpace.runtime.calibrate import _comb, _step, measure
 from outpace.runtime.choose import engine_for
 from outpace.runtime.graphs import GraphEngine
@@ -35,11 +33,6 @@ from .models import Setup, llama_8b, load_small, widen
 CONSOLE = Console(width=150)
 READING = 4.48e12  # bytes per second that an H200 reads
 ROWS = (1, 8, 32, 64, 128)
-
-
-def keeping_programs(count: int) -> AbstractContextManager[Any]:
-    """Meanwhile, keep this many captured programs, to compare more methods than usual."""
-    return patch.object(graphs, "PROGRAMS", count)
 
 
 def median_ms(run: Callable[[], Any], repeats: int = 20) -> float:

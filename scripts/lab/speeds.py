@@ -184,8 +184,7 @@ def ablate(arguments: argparse.Namespace) -> None:
     decoder = setup.decoder
     if not isinstance(decoder.engine, GraphEngine):
         decoder.engine = GraphEngine(decoder.model, compiled=False, capacity=4 * decoder.model.context)
-    with graphs.keeping_programs(32):  # those of all methods
-        runs = measured(setup, named(ablations(setup), arguments.only), arguments, out=arguments.out)
+    runs = measured(setup, named(ablations(setup), arguments.only), arguments, out=arguments.out)
     CONSOLE.print(task_table(runs, "tokens/step", acceptance), speed_table(runs))
 
 

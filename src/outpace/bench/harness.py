@@ -185,6 +185,7 @@ class _Bench:
         if self._warm:
             return
         self._warm = True
+        self._decoder.engine.keep_programs(len(self._entries))
         for prompt, length in self._warm_ups():
             for entry in self._entries:
                 self._show(0.0, f"warming up: {entry.label}")

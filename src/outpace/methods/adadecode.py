@@ -33,7 +33,7 @@ from ..step.texts import Texts
 from .autoregressive import Autoregressive
 from .base import Drafter, Method, Size
 from .headed import FLOOR, LONGEST, PLACES, REACH, Ready, shipped
-from .leaving import Calibrated, Control, Counts, Fixed, Guard, choose, costs_of
+from .leaving import Calibrated, Control, Counts, Fixed, Guard, Trust, choose, costs_of
 from .staircase import Staircase
 
 TREE = "tree"
@@ -261,7 +261,10 @@ class _Drafter(Drafter):
         self.guesser = picker.for_drafts()
         # If the output depends on the drafts, the drafts must not depend on the clock.
         timed = isinstance(control, Calibrated) and (picker.greedy or picker.sampling.rule == "keyed")
-        self.guard = Guard(rival=_rival(engine, picker)) if timed and self.verifies else None
+        self.guard: Guard | None = None
+        if timed and self.verifies:
+            trust = engine.notes.setdefault((Trust, heads), Trust())
+            self.guard = Guard(trust, _rival(engine, picker))
         self.timed: Guard | None = None  # of this step
         self.stairs: Staircase | None = None
         self.asked: list[Asked] = []

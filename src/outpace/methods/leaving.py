@@ -30,6 +30,7 @@ MEMORY = 8  # prior of the cost per token, in tokens of plain decoding
 CPU_ROW = 0.14  # the cost of another row on a CPU, relative to a step, if it was not measured
 GPU_ROW, GPU_BEGIN = 0.002, 2.0  # the same on a GPU, and the pause between two climbs there, in layers
 PLAIN, TRIED = 4, 24  # plain steps at the start, and tokens after which steps with exits are compared with them
+MOST_SKIPPED = 7  # sequences without exits, if those before had no use for them
 WEIGHTS = 12  # weights of a layer, relative to an exit's matrix T
 STEPS = 400  # simulated steps of a prediction
 ENOUGH = 0.005  # the least gain in speed of another exit
@@ -187,22 +188,43 @@ class Calibrated(Control):
         self.tokens += tokens
 
 
+class Trust:
+    """Whether exits are tried in a new sequence: after one where they did not pay, more and more are skipped."""
+
+    def __init__(self) -> None:
+        self._skip, self._left = 0, 0
+
+    def tries(self) -> bool:
+        """A sequence starts."""
+        if self._left:
+            self._left -= 1
+            return False
+        return True
+
+    def learn(self, pays: bool) -> None:
+        """Whether they paid in a sequence."""
+        self._skip = 0 if pays else min(2 * self._skip + 1, MOST_SKIPPED)
+        self._left = self._skip
+
+
 class Guard:
-    """Whether the exits pay by the clock in this sequence: seconds per token, against its first plain steps.
+    """Whether the exits pay by the clock in this sequence: seconds per token, against plain decoding's."""
 
-    `rival`: seconds per token of plain decoding's program, if one could take over.
-    """
-
-    def __init__(self, clock: Callable[[], float] = perf_counter, rival: float = math.inf) -> None:
+    def __init__(
+        self, trust: Trust | None = None, rival: float = math.inf, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """`rival`: seconds per token of plain decoding's program. If unknown, the first steps are plain."""
         self.clock, self.rival = clock, rival
-        self.pays = True
+        self.trust = trust or Trust()
+        self.pays = self.trust.tries()
         self._plain: list[float] = []
         self._began, self._uses = 0.0, False
         self._seconds, self._tokens = 0.0, 0  # of steps with exits since they were last compared
 
     def begin(self) -> bool:
         """A step starts: returns whether exits may be used in it."""
-        self._began, self._uses = self.clock(), self.pays and len(self._plain) == PLAIN
+        known = len(self._plain) == PLAIN or self.rival < math.inf
+        self._began, self._uses = self.clock(), self.pays and known
         return self._uses
 
     def end(self, tokens: int) -> None:
@@ -213,7 +235,9 @@ class Guard:
             return
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
         if self._tokens >= TRIED:
-            self.pays = self._seconds / self._tokens < min(median(self._plain), self.rival)
+            plain = median(self._plain) if self._plain else math.inf
+            self.pays = self._seconds / self._tokens < min(plain, self.rival)
+            self.trust.learn(self.pays)
             self._seconds, self._tokens = 0.0, 0
 
 

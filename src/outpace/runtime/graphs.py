@@ -81,6 +81,7 @@ class GraphEngine(Engine):
         self._readers: list[Sequence | None] = [None] * LINES
         # With the method and the costs that it was sized by; newest last.
         self._programs: list[tuple[Any, CostCurve | None, Program]] = []
+        self._most_programs = PROGRAMS
         self._read = False  # whether any sequence was prefilled
         self.takes_turns = False  # whether sequences take turns in exact mode, because bits differ in a batch
         self._prepared: set[bool] = set()  # whether layers are compiled for one sequence, for several
@@ -124,11 +125,14 @@ class GraphEngine(Engine):
         if plan is None:
             return None
         idle = [entry for entry in self._programs if entry[2].idle]
-        for entry in idle[: max(0, len(self._programs) + 1 - PROGRAMS)]:
+        for entry in idle[: max(0, len(self._programs) + 1 - self._most_programs)]:
             self._programs.remove(entry)
         program = Program(self, plan)
         self._programs.append((method, self.costs, program))
         return program if program.fits else None
+
+    def keep_programs(self, count: int) -> None:
+        self._most_programs = max(self._most_programs, count)
 
     def captured(self, make: Callable[[], Captured], size: int, span: int, texts: int) -> Captured | None:
         """A captured step of a program; None, with a warning, if there is no memory or it cannot be captured."""

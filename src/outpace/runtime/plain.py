@@ -133,6 +133,9 @@ class Engine:
         """The program that takes whole steps without the host; None if the host must take part."""
         return None
 
+    def keep_programs(self, count: int) -> None:
+        """From now on keep the programs of this many methods, so that none is captured again."""
+
     def read(self, sequence: Sequence, see: See | None = None, left: int = 0) -> Asking[None]:
         """Prefill: compute the sequence except its last token, and up to `left` before it, by yielding the work."""
         most, _ = self.reading(sequence)
