@@ -247,9 +247,10 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 by_kernel = pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reason="no GPU, and not interpreted")
 
 
-def join(patch: pytest.MonkeyPatch, joined: bool) -> None:
-    """Programs walk a group of splits, or one split."""
+def join(patch: pytest.MonkeyPatch, joined: bool, paired: bool = False) -> None:
+    """Programs walk a group of splits, or one split; with `paired`, one walks the first two groups."""
     patch.setattr(attention, "_joined", lambda *_: joined)
+    patch.setattr(attention, "_paired", lambda *_: paired)
 
 
 @by_kernel
@@ -276,7 +277,7 @@ def test_exact_rows_have_the_same_bits_wherever_the_text_ends(
 def test_exact_rows_have_the_same_bits_whatever_a_program_walks(
     past: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four splits in a group: by a program each, and by one."""
+    """Four splits in a group: by a program each, by one, and by one that has the first two groups."""
     written, rows = Written(1, window), [(0, past + row) for row in range(3)]
     empty, stored = torch.Tensor.new_empty, list[int]()
     monkeypatch.setattr(
@@ -285,12 +286,13 @@ def test_exact_rows_have_the_same_bits_whatever_a_program_walks(
     found = []
     for name, value in {"TOGETHER": 4, "BLOCK": 32}.items():
         monkeypatch.setattr(attention, name, value)
-    for together in (4, 1):
-        join(monkeypatch, together == 1)
+    for together, paired in ((4, False), (1, False), (1, True)):
+        join(monkeypatch, together == 1, paired)
         found.append(written.attend(rows, [past]))
         assert together * attention._groups(1024) in stored, "sums of another number of parts"
         stored.clear()
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @by_kernel
@@ -317,7 +319,7 @@ def test_exact_rows_have_the_same_bits_in_full_tiles(joined: bool, monkeypatch: 
 def test_exact_rows_have_the_same_bits_beside_other_texts(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of three texts: a path that passes a border, a text that is read, and one row."""
     written = Written(3)
-    join(monkeypatch, joined)
+    join(monkeypatch, joined, paired=joined)
     rows = [*((0, 125 + row) for row in range(5)), *((1, row) for row in (60, 61, 62, 63, 64)), (2, 7)]
     together = written.attend(rows, [125, 65, 7], fill=1, packed=4)
     join(monkeypatch, False)

@@ -78,7 +78,7 @@ def test_exact_attention_compiles_and_needs_no_more_registers_than_there_are(
     size = shared["SIZE"]
     for joined in (False, True):
         for tile in (16, 32, 64):
-            made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "JOINED": joined}
+            made = {**shared, "TILE": tile, "BLOCK": attention.BLOCK, "JOINED": joined, "PAIRED": joined}
             found[tile, joined] = assembled(compiled(kernels.part_exactly, made, attention.WARPS), tmp_path)
         for columns, warps in ((16, 1), (32, 1), (size, 1), (size, 2)):
             unroll = attention._unroll(columns, size, joined, attention._groups(8192))

@@ -1,15 +1,18 @@
-"""Parallel compilation of Triton kernels ahead of time. Otherwise each is compiled at its first run, one by one."""
+"""Parallel compilation of Triton kernels ahead of time. Otherwise each is compiled at its first run, one by one.
+
+Each operator has a thread: two would compile the same kernel at the same time.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-
-THREADS = 4
 
 
 class Ahead(TorchDispatchMode):
@@ -20,19 +23,20 @@ class Ahead(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._threads = ThreadPoolExecutor(THREADS)
+        self._threads: dict[Any, ThreadPoolExecutor] = defaultdict(partial(ThreadPoolExecutor, 1))
         self._running: list[Future[Any]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace != "outpace":
             return function(*args, **(kwargs or {}))
-        self._running.append(self._threads.submit(_run, function, args))
+        self._running.append(self._threads[function].submit(_run, function, args))
         shape = function(*tree_map_only(torch.Tensor, lambda given: given.to("meta"), args))
         return torch.empty_like(shape, device=args[0].device)
 
     def wait(self) -> None:
         """Wait for all threads. Raises the first error."""
-        self._threads.shutdown()
+        for thread in self._threads.values():
+            thread.shutdown()
         for run in self._running:
             run.result()
 

@@ -54,7 +54,7 @@ STAGES = 3  # pipeline stages: blocks of keys and values in flight, if shared me
 OWN = 32  # the last keys of a row, its own included, that are processed for this row alone
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
-JOIN = 1.8  # from this many programs per multiprocessor, one program walks a group of splits
+JOIN = 1.4  # from this many programs per multiprocessor, one program walks a group of splits
 COLUMNS = (16, 32)  # features per program of the last kernel, if there are few rows
 
 
@@ -270,6 +270,15 @@ def _joined(tiles: int, span: int, processors: int) -> bool:
     return tiles * _groups(span) >= JOIN * processors
 
 
+def _paired(tiles: int, span: int, processors: int) -> bool:
+    """Whether a program walks the first two groups: if only then all programs run at once, for texts of half the span.
+
+    Two programs on a multiprocessor, one of them short, take longer than one with a long group.
+    """
+    groups = _groups(span // 2)
+    return groups > 2 and tiles * (groups - 1) <= processors < tiles * groups
+
+
 def _columns(programs: int, padded: int, processors: int) -> int:
     """The features per program that merges splits: with few programs, more of them read at a time."""
     fewest, few = COLUMNS
@@ -320,6 +329,7 @@ def _start_exactly(
         SHORT=SHORT,
         TOGETHER=TOGETHER,
         JOINED=joined,
+        PAIRED=joined and _paired(tiles * units, lists.span, processors),
         **tiling,
         **options,
     )

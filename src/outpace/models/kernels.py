@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Arguments that change from step to step: without this, a kernel is compiled again if one is 1 or divisible by 16.
-VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tile_count", "parts"]
+VARYING = ["rows", "splits", "text_splits", "walk", "text_line", "tree_row", "tile_count", "parts"]
 # Pointers into one buffer: without this, a kernel is compiled again if one is not aligned to 16 bytes.
 BOXED = ["length", "positions", "slots", "tree", "whose", "tiles"]
 
@@ -336,11 +336,12 @@ def part_exactly(
     TILE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, INDEX: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
-    JOINED: tl.constexpr, EARLY: tl.constexpr,
+    JOINED: tl.constexpr, PAIRED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over a split of positions, for each row up to its last OWN keys.
 
-    JOINED: over a group of TOGETHER splits, one after the other; their sum is stored, instead of each split's.
+    JOINED: over a group of TOGETHER splits, one after the other; their sum is stored, instead of each split's. PAIRED:
+    the first two groups, which are half as long as the others, are one program's.
 
     PACKED: see `part`; the tile processes one of `parts` of an entry. If no row has keys, nothing is written: a row's
     splits follow from its position.
@@ -364,7 +365,8 @@ def part_exactly(
     own = tl.where(real, at - OWN + 1, 0)
     # From the last group that rows attend to down to the first: the last programs to start have the least to do.
     seen = tl.max(own)
-    last = _groups(seen, SHORT) * each - 1 - tl.program_id(2)
+    groups = _groups(seen, SHORT)
+    last = groups * each - 1 - tl.program_id(2)
     group, turn = last // each, last % each
     first = 0  # the first position that a row attends to
     if WINDOW > 0:
@@ -374,7 +376,10 @@ def part_exactly(
     begins += turn * fold
     start = tl.maximum(begins, first)
     stop = tl.minimum(seen, begins + (TOGETHER // each) * fold)
-    if (last >= 0) & (start < stop):
+    mine = (last >= 0) & (start < stop)
+    if PAIRED:
+        mine = mine & ((last > 0) | (groups == 1))
+    if mine:
         part = tl.arange(0, PADDED)
         q = tl.load(
             query + head[:, None] * query_head + row[:, None] * query_row + part[None, :],
@@ -388,6 +393,14 @@ def part_exactly(
             at, rows, heads, sums, peaks, splits, last,
             TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, JOINED,
         )  # fmt: skip
+        if PAIRED:
+            start, stop = tl.maximum(0, first), SHORT
+            if (last == 1) & (start < stop):
+                _walk_exactly(
+                    q, text, start, stop, fold, own, keys, values, key_slot, value_slot, factor, row, head, real,
+                    at, rows, heads, sums, peaks, splits, 0,
+                    TILE, SIZE, PADDED, BLOCK, WINDOW, SOFTCAP, PRECISION, INDEX, JOINED,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from ..picking import Sampling
 from ..pool import Numbers, Pool, Rows, Sequence
 from ..sending import put, send
 from .costs import CostCurve
-from .exact import in_pieces
+from .exact import PIECE, in_pieces
 from .fixed import FixedStep
 from .plain import Engine, Question, Work, answered, joined
 from .program import LANES, Program
@@ -422,12 +422,16 @@ class GraphEngine(Engine):
         """Compile the layers, and our own kernels at the same time."""
         places = (self.model, self.pool, self._texts)
         kinds = {layers[1] - 1, *(layer for layer in self.model.kinds if layers[0] <= layer < layers[1])}
-        sizes = {PRIME, size, *(self._tried() if self.exact and not texts else ())}
+        sizes = {(rows, texts) for rows in (PRIME, size)}
+        if self.exact and not texts:  # `is_exact` needs all of these
+            sizes |= {(rows, 0) for rows in self._tried()}
+            if self.most_texts > 1:
+                sizes |= {(rows, TEXTS[0]) for rows in (2, 2 * PIECE)}
         ahead = Ahead()
         try:
             with ahead:
-                for rows, layer in product(sizes, kinds):
-                    _Graph(*places, rows, span, (layer, layer + 1), False, self.exact, None, texts).compute()
+                for (rows, count), layer in product(sorted(sizes), kinds):
+                    _Graph(*places, rows, span, (layer, layer + 1), False, self.exact, None, count).compute()
             self._compile_layers()
             # If first compiled for a row count that equals no other size of the model, layers work for all row counts.
             _Graph(*places, PRIME, span, layers, True, self.exact, None, texts).warm_up()
