@@ -249,8 +249,7 @@ by_kernel = pytest.mark.skipif(DEVICE == "cpu" and not attention.INTERPRET, reas
 
 def join(patch: pytest.MonkeyPatch, joined: bool, paired: bool = False) -> None:
     """Programs walk a group of splits, or one split; with `paired`, one walks the first two groups."""
-    patch.setattr(attention, "_joined", lambda *_: joined)
-    patch.setattr(attention, "_paired", lambda *_: paired)
+    patch.setattr(attention, "_joined", lambda *_: (joined, paired))
 
 
 @by_kernel
@@ -293,6 +292,24 @@ def test_exact_rows_have_the_same_bits_whatever_a_program_walks(
         stored.clear()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("tiles", "span", "walks"),
+    [
+        (64, 1024, (True, False)),  # 128 programs for 132 processors
+        (16, 8192, (True, True)),  # 144, or 128 if one has the first two groups
+        (24, 8192, (False, False)),  # 216
+        (32, 8192, (True, False)),  # 288
+        (100, 512, (False, False)),
+        (120, 512, (True, False)),  # a single group
+        (1, 1024, (False, False)),
+    ],
+)
+def test_programs_walk_groups_of_splits_if_that_leaves_work_for_all_processors(
+    tiles: int, span: int, walks: tuple[bool, bool]
+) -> None:
+    assert attention._joined(tiles, span, 132) == walks
 
 
 @by_kernel

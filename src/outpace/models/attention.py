@@ -54,7 +54,8 @@ STAGES = 3  # pipeline stages: blocks of keys and values in flight, if shared me
 OWN = 32  # the last keys of a row, its own included, that are processed for this row alone
 SHORT = 512  # positions of the first two groups of splits; later ones have twice as many
 TOGETHER = 4  # splits per group, whose results are merged first
-JOIN = 1.4  # from this many programs per multiprocessor, one program walks a group of splits
+JOIN = 1.8  # from this many programs per multiprocessor, one program walks a group of splits
+JOIN_ALONE = 0.9  # and if there are this many to 1
 COLUMNS = (16, 32)  # features per program of the last kernel, if there are few rows
 
 
@@ -265,18 +266,17 @@ def _groups(span: int) -> int:
     return min(-(-span // SHORT), 1 + -(-span // (2 * SHORT)))
 
 
-def _joined(tiles: int, span: int, processors: int) -> bool:
-    """Whether a program walks a group of splits: if that leaves work for all processors, fewer sums are stored."""
-    return tiles * _groups(span) >= JOIN * processors
+def _joined(tiles: int, span: int, processors: int) -> tuple[bool, bool]:
+    """Whether a program walks a group of splits, and whether one walks the first two groups, which are half as long.
 
-
-def _paired(tiles: int, span: int, processors: int) -> bool:
-    """Whether a program walks the first two groups: if only then all programs run at once, for texts of half the span.
-
-    Two programs on a multiprocessor, one of them short, take longer than one with a long group.
+    Then fewer sums are stored. So it should leave work for all processors: several programs for each, or a single one
+    for nearly all, since two on a processor take longer than one.
     """
-    groups = _groups(span // 2)
-    return groups > 2 and tiles * (groups - 1) <= processors < tiles * groups
+    groups = _groups(span)
+    for paired in (False, True)[: 1 + (groups > 2)]:
+        if JOIN_ALONE * processors <= tiles * (groups - paired) <= processors:
+            return True, paired
+    return tiles * groups >= JOIN * processors, False
 
 
 def _columns(programs: int, padded: int, processors: int) -> int:
@@ -317,7 +317,7 @@ def _start_exactly(
     processors = device_of(query.device)[0]
     groups = _groups(lists.span)
     tiles = programs // 2 if lists.packed else programs  # about half of the entries of `tiles` are spare
-    joined = _joined(tiles * units, lists.span, processors)
+    joined, paired = _joined(tiles * units, lists.span, processors)
     splits = groups if joined else groups * TOGETHER  # sums that are stored
     mixed = query.new_empty(1, rows, heads, size)
     sums = query.new_empty(splits, rows, heads, size, dtype=torch.float32)
@@ -329,7 +329,7 @@ def _start_exactly(
         SHORT=SHORT,
         TOGETHER=TOGETHER,
         JOINED=joined,
-        PAIRED=joined and _paired(tiles * units, lists.span, processors),
+        PAIRED=paired,
         **tiling,
         **options,
     )
