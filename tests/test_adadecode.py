@@ -450,6 +450,8 @@ def test_exits_that_are_slow_by_the_clock_are_left_for_the_rest_of_the_text() ->
     assert not guard.pays
     took[True] = 2.9
     assert steps(Guard(rival=0.9, clock=lambda: now[0]), 20) == [True] * 8 + [False] * 12
+    took[True] = 3.7
+    assert steps(Guard(rival=1.0, clock=lambda: now[0]), 20) == [True] * 3 + [False] * 17  # far too slow
 
 
 def test_exits_that_did_not_pay_are_tried_in_fewer_and_fewer_texts() -> None:

@@ -30,6 +30,7 @@ MEMORY = 8  # prior of the cost per token, in tokens of plain decoding
 CPU_ROW = 0.14  # the cost of another row on a CPU, relative to a step, if it was not measured
 GPU_ROW, GPU_BEGIN = 0.002, 2.0  # the same on a GPU, and the pause between two climbs there, in layers
 PLAIN, TRIED = 4, 24  # plain steps at the start, and tokens after which steps with exits are compared with them
+FEW_TRIED, HOPELESS = 8, 1.2  # the same if steps with exits take this many times as long per token
 MOST_SKIPPED = 7  # sequences without exits, if those before had no use for them
 WEIGHTS = 12  # weights of a layer, relative to an exit's matrix T
 STEPS = 400  # simulated steps of a prediction
@@ -234,9 +235,10 @@ class Guard:
             self._plain = [*self._plain, seconds][:PLAIN]
             return
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
-        if self._tokens >= TRIED:
-            plain = median(self._plain) if self._plain else math.inf
-            self.pays = self._seconds / self._tokens < min(plain, self.rival)
+        plain = min(median(self._plain) if self._plain else math.inf, self.rival)
+        slower = self._seconds / (self._tokens * plain)
+        if self._tokens >= TRIED or (self._tokens >= FEW_TRIED and slower > HOPELESS):
+            self.pays = slower < 1
             self.trust.learn(self.pays)
             self._seconds, self._tokens = 0.0, 0
 
