@@ -52,6 +52,9 @@ class TestVerify:
         found = json.loads(outpace("verify", trace, "--device", "cpu", "--json").stdout)
         assert found["passed"] is True
         assert len(found["margins"]) == 12
+        five = sorted(range(12), key=lambda place: found["margins"][place])[:5]
+        shown = [words[0] for line in result.stdout.splitlines() if (words := line.split()) and words[0].isdigit()]
+        assert shown == [str(place + 1) for place in sorted(five)], result.stdout
 
     def test_the_weights_of_the_run_are_loaded_again(self, folder: Path, tmp_path: Path) -> None:
         generate(folder, "--weights", "q8", "--max-new-tokens", 6, "--trace", tmp_path / "trace.json")

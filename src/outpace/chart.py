@@ -23,6 +23,7 @@ from .receipt import Receipt
 from .runtime.costs import CostCurve
 
 BAR = 40
+CLOSEST = 5  # tokens of a receipt that are shown in any case
 IDLE = " (so it decodes without drafts)"
 Points: TypeAlias = "Sequence[tuple[float, float]]"
 # Grey for plain decoding, then Okabe and Ito's colours, as on the report's page.
@@ -179,14 +180,17 @@ def _spread(quartiles: Sequence[float] | None, mark: str) -> str:
 
 
 def print_receipt(console: Console, receipt: Receipt, tokenizer: Any) -> None:
-    """Each token with its margin, then the verdict."""
+    """The verdict, under the tokens that it may turn on: differing ones, near-ties, and the closest choices."""
+    places = range(1, len(receipt.marks) + 1)
+    closest = sorted(places, key=lambda place: receipt.marks[place - 1].margin)[:CLOSEST]
     rows = []
-    for place, mark in enumerate(receipt.marks, 1):
+    for place, mark in zip(places, receipt.marks, strict=True):
         notes = [] if mark.token == mark.picked else [f"the model chooses {mark.picked}"]
         notes += ["near-tie"] if place in receipt.near_ties else []
-        text = repr(tokenizer.decode([mark.token])) if tokenizer is not None else ""
-        rows.append([str(place), str(mark.token), text, f"{mark.margin:.4g}", ", ".join(notes)])
-    console.print(table_of(["", "token", "text", "margin", ""], rows), markup=False)
+        if notes or place in closest:
+            text = repr(tokenizer.decode([mark.token])) if tokenizer is not None else ""
+            rows.append([str(place), str(mark.token), text, f"{mark.margin:.4g}", ", ".join(notes)])
+    console.print(table_of(["closest", "token", "text", "margin", ""], rows), markup=False)
     for problem in receipt.problems:
         console.print(problem, markup=False)
     console.print(receipt.verdict, style="bold green" if receipt.passed else "bold red", markup=False)
