@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import random
@@ -36,6 +37,7 @@ from outpace.methods import auto
 from outpace.methods.beliefs import Beliefs
 from outpace.models.hf import HFModel
 from outpace.runtime import calibrate, program
+from outpace.runtime.costs import Running
 from outpace.runtime.graphs import GraphEngine
 from outpace.runtime.sizes import AGAIN, LONGEST, TRIED, WAIT, Arm, Gains, Sizes
 from outpace.sources.recycle import SALTS, Recycle
@@ -478,6 +480,62 @@ def test_the_quickest_method_is_taken_and_the_boldest_tried_again() -> None:
     assert known.choose(methods) == 0
     assert known.begun == {"lookahead": 3, "prompt-lookup": 6}
     assert known.speeds["prompt-lookup"] == 1.2
+
+
+def test_the_boldest_is_tried_more_and_more_seldom() -> None:
+    known = auto.Known(Decoder(tiny("Llama")).engine)
+    methods = [Lookahead(), PromptLookup()]
+    known.learn(methods[0], 0.5)
+    known.learn(methods[1], 1.5)
+    chosen = [known.choose(methods) for _ in range(200)]
+    assert [text for text, place in enumerate(chosen, 1) if place == 0] == [8, 24, 56, 120, 184]
+    for _ in range(20):
+        known.learn(methods[0], 2.0)
+    assert {known.choose(methods) for _ in range(30)} == {0}
+
+
+def test_prices_follow_the_steps_as_they_run() -> None:
+    """A glance that found 16 rows as cheap as one; then a step of one row is due now and then."""
+    running = Running(CostCurve({}, (1, 2, 4, 8, 16), (64,), ((1.0,) * 5,)))
+    due = []
+    for step in range(400):
+        rows = 1 if running.due else 16
+        due += [step] if running.due else []
+        running.add(rows, {1: 0.03, 16: 0.06}[rows])
+    assert due[:4] == [8, 25, 58, 123]
+    assert max(later - sooner for sooner, later in itertools.pairwise(due)) == 65
+    assert running.curve.step(1) == pytest.approx(0.03)
+    assert 1.8 < running.curve.price(16) <= 2.0
+    assert running.curve.price(4) == 1.0  # nothing is known of it
+
+
+@given(st.lists(st.tuples(st.integers(1, 70), st.floats(1e-4, 10)), max_size=100))
+def test_running_prices_never_fall_with_rows(steps: list[tuple[int, float]]) -> None:
+    running = Running(CostCurve({}, (1, 2, 4, 8, 16), (64,), ((0.01, 0.012, 0.02, 0.03, 0.05),)))
+    for rows, seconds in steps:
+        running.add(rows, seconds)
+    prices = [running.curve.price(rows) for rows in range(1, 40)]
+    assert prices[0] == pytest.approx(1.0)
+    assert all(later >= sooner * (1 - 1e-9) for sooner, later in itertools.pairwise(prices))
+    assert running.curve.step(1) > 0
+
+
+def test_where_the_host_drafts_steps_of_one_row_are_taken_for_their_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that repeats itself, where every step would have drafts."""
+    decoder = Decoder(tiny("Llama"))
+    monkeypatch.setattr(auto, "glance", lambda engine: CostCurve({}, (1, 2, 4, 8, 16), (64,), ((1.0,) * 5,)))
+    expected = decoder.generate([1, 2, 3], method=Autoregressive(), max_new_tokens=120).token_ids
+    method = decoder.prepare(Auto(heads=False))
+    steps = [*decoder.stream([1, 2, 3], method=method, max_new_tokens=120)]
+    assert [token for step in steps for token in step.tokens] == expected
+    known = decoder.engine.notes[auto.Auto]
+    assert known.running is not None
+    assert known.running.curve is known.engine.costs
+    assert decoder.engine.costs is None  # other methods draft as before
+    since = 0
+    for step in steps[2:]:  # the first is not counted: it may read the prompt
+        since = 0 if len(step.draft) == 1 else since + 1
+        assert since <= 64
 
 
 def test_on_a_cpu_the_first_texts_try_the_boldest_last() -> None:

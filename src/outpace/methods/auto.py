@@ -18,6 +18,7 @@ from ..models.adapter import Model
 from ..picking import Picker
 from ..pool import Sequence as Text
 from ..runtime.calibrate import glance, remembered
+from ..runtime.costs import CostCurve, Running
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
 from ..sources.history import STORED, History
@@ -44,7 +45,7 @@ TRIAL = 16  # steps after which it is checked whether a method pays
 SOON = 4  # steps after which a method that is at most LOST times as fast as plain decoding is dropped
 LOST = 0.7
 HOPE, LATER = 3.0, 0.5  # assumed speed of the first method to be tried, and how much less for each later one
-AGAIN = 8  # sequences until the boldest method is tried again
+AGAIN = (8, 64)  # sequences until the boldest method is tried again, at first and later
 PACE = 0.3  # smoothing of a method's speed
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
 BELIEVED = (NAME, STORED, RECYCLED, RUNNER_UP)  # sources whose acceptance the host learns
@@ -166,13 +167,22 @@ class Known:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.running: Running | None = None  # if costs were not measured before
         if engine.costs is None and engine.model.device.type == "cpu":
             self.engine = copy(engine)  # for drafters of `auto` alone: other methods draft as before
-            self.engine.costs = glance(engine)
+            self.running = Running(glance(engine))
+            self.engine.costs = self.running.curve
         self.speeds: dict[str, float] = {}  # by method; plain decoding is 1
         self.begun = Counter[str]()  # sequences, by the method that they began with
         self.beliefs = Beliefs(remembered(engine, BELIEVED))
         self._left: dict[str, Recycled] = {}  # from the last sequence of each salt, newest last
+        self._wait, self._next = AGAIN[0], AGAIN[0]  # sequences between trials of the boldest, and the next trial's
+
+    def ran(self, rows: int, seconds: float) -> None:
+        """A step took this long."""
+        if self.running:
+            self.running.add(rows, seconds)
+            self.engine.costs = self.running.curve
 
     def recall(self, salt: str) -> Recycled:
         """The recycled tokens that a new sequence starts with: those of the last one with the same salt."""
@@ -186,7 +196,7 @@ class Known:
             del self._left[next(iter(self._left))]
 
     def choose(self, methods: Sequence[Method]) -> int:
-        """The method that a sequence starts with: the fastest, and now and then the boldest again.
+        """The method that a sequence starts with: the fastest, and more and more seldom the boldest again.
 
         Each is tried once, unless another has proved faster than the speed assumed for it. On a CPU, where rows are
         expensive, the boldest is tried last.
@@ -196,7 +206,11 @@ class Known:
             turns.reverse()
         hopes = [HOPE - LATER * turn for turn in turns]
         speeds = [self.speeds.get(_label(method), hope) for method, hope in zip(methods, hopes, strict=True)]
-        chosen = 0 if (self.begun.total() + 1) % AGAIN == 0 else speeds.index(max(speeds))
+        chosen = speeds.index(max(speeds))
+        if self.begun.total() + 1 >= self._next:
+            self._wait = AGAIN[0] if chosen == 0 else min(2 * self._wait, AGAIN[1])
+            self._next += self._wait
+            chosen = 0
         self.begun[_label(methods[chosen])] += 1
         return chosen
 
@@ -225,9 +239,13 @@ class _Drafter(Drafter):
     ) -> None:
         super().__init__(known.engine, sequence, picker)
         self.methods, self.known, self.earlier, self.carried = methods, known, earlier, carried
-        assert known.engine.costs is not None
-        self.costs = known.engine.costs
         self._begin(known.choose(methods))
+
+    @property
+    def costs(self) -> CostCurve:
+        """The costs as known by now."""
+        assert self.known.engine.costs is not None
+        return self.known.engine.costs
 
     def _begin(self, place: int) -> None:
         self.place = place
@@ -242,13 +260,19 @@ class _Drafter(Drafter):
 
     def drafting(self, room: int) -> Asking[Draft]:
         start = perf_counter()
+        if self.known.running and self.known.running.due:
+            room = 0
         draft = yield from self.inner.drafting(room)
         if self.steps:  # before their first draft, heads read the prompt: not counted
             self.cost += (perf_counter() - start) / self.costs.step(1)
         return draft
 
     def score(self, draft: Draft) -> Asking[Scores]:
-        return self.inner.score(draft)
+        start = perf_counter()
+        scores = yield from self.inner.score(draft)
+        if self.steps:  # the first may read the prompt
+            self.known.ran(len(draft), perf_counter() - start)
+        return scores
 
     def learn(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         start = perf_counter()

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import accumulate
+from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
 from ..files import write_whole
 
 VERSION = 9  # raised when the code of a runtime changes: older curves are ignored
+# Of `Running`:
+FAST, SLOW = 0.2, 0.05  # smoothing of the time of one row, and of prices
+LIMIT = 0.5  # the largest error that counts, as a logarithm
+FEW = 3  # one-row steps that must be known first
+OFTEN = 8  # steps until the curve is drawn again
+PATIENCE = (8, 64)  # larger steps before one of one row is due, at first and later
 
 
 class Parts(NamedTuple):
@@ -110,6 +118,63 @@ class CostCurve:
         path = _path(folder, self.about)
         write_whole(path, json.dumps({"version": VERSION, **asdict(self)}, indent=1))
         return path
+
+
+class Running:
+    """A cost curve that follows steps as they run: a short look can be wrong, and the machine may get busy.
+
+    >>> running = Running(CostCurve({}, (1, 2, 4), (64,), ((1.0, 1.0, 1.2),)))
+    >>> for _ in range(100):
+    ...     running.add(1, 2.0)
+    ...     running.add(2, 2.8)
+    >>> [round(running.curve.price(rows), 2) for rows in (1, 2, 3, 4)]
+    [1.0, 1.4, 1.4, 1.4]
+    >>> round(running.curve.step(1), 2)
+    2.0
+    """
+
+    def __init__(self, curve: CostCurve) -> None:
+        """`curve` has one context length."""
+        self.curve = self._first = curve
+        self._seen = 0  # one-row steps
+        self._single = 0.0  # their seconds, as a logarithm
+        self._off = [0.0] * len(curve.rows)  # logarithms of what prices must be multiplied by
+        self._new = 0
+        self._since, self._patience = 0, PATIENCE[0]  # larger steps since the last of one row
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a step of one row, to which the others are compared."""
+        return self._since >= self._patience
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A step took this long."""
+        if rows == 1:
+            if self.due:
+                self._patience = min(2 * self._patience, PATIENCE[1])
+            self._since = 0
+            self._seen += 1
+            error = log(seconds) - self._single
+            self._single += error if self._seen == 1 else max(FAST, 1 / self._seen) * _clipped(error)
+        else:
+            self._since += 1
+            if self._seen >= FEW and len(self._off) > 1:
+                place = min(range(1, len(self._off)), key=lambda place: abs(log(rows / self.curve.rows[place])))
+                price = self._first.price(rows)
+                self._off[place] += SLOW * _clipped(log(seconds / price) - self._single - self._off[place])
+        self._new += 1
+        if self._seen >= FEW and self._new % OFTEN == 0:
+            prices = (self._first.price(rows) * exp(off) for rows, off in zip(self.curve.rows, self._off, strict=True))
+            self.curve = replace(self._first, seconds=(tuple(exp(self._single) * price for price in _rising(prices)),))
+
+
+def _clipped(error: float) -> float:
+    return max(-LIMIT, min(error, LIMIT))
+
+
+def _rising(values: Iterable[float]) -> Iterable[float]:
+    """No value is below the one before."""
+    return accumulate(values, max)
 
 
 def load(folder: Path, about: dict[str, str]) -> CostCurve | None:
