@@ -538,6 +538,18 @@ def test_where_the_host_drafts_steps_of_one_row_are_taken_for_their_price(monkey
         assert since <= 64
 
 
+def test_steps_of_a_batch_tell_no_prices() -> None:
+    engine = Decoder(tiny("Llama")).engine
+    known = auto.Known(engine)
+    sequences = [engine.turns.begin((step for step in ()), batched=True) for _ in range(2)]
+    assert known.learns is None
+    known.ran(1, 5.0)
+    assert known.running is not None
+    assert known.running.curve.step(1) < 5
+    engine.turns.end(sequences[0])
+    assert known.learns is known.running
+
+
 def test_on_a_cpu_the_first_texts_try_the_boldest_last() -> None:
     known = auto.Known(Decoder(tiny("Llama")).engine)
     methods = [Amphista(), PromptLookup(recycled=8), PromptLookup()]

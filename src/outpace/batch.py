@@ -47,7 +47,7 @@ class _Begun:
         self.prompt, self.salt = request.prompt, request.extras.salt
         self.read = False  # whether its first step, and so prefill, is done
         self.ended = False
-        self.text: Text = request.engine.turns.begin(write(*request, share=True))
+        self.text: Text = request.engine.turns.begin(write(*request, share=True), batched=True)
         self._turns = request.engine.turns
         self.work: Work | Turn  # what it waits for
 

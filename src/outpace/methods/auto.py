@@ -178,11 +178,16 @@ class Known:
         self._left: dict[str, Recycled] = {}  # from the last sequence of each salt, newest last
         self._wait, self._next = AGAIN[0], AGAIN[0]  # sequences between trials of the boldest, and the next trial's
 
+    @property
+    def learns(self) -> Running | None:
+        """What learns prices from the next step, if its time tells them: in a batch it includes other sequences'."""
+        return None if self.engine.turns.batched else self.running
+
     def ran(self, rows: int, seconds: float) -> None:
         """A step took this long."""
-        if self.running:
-            self.running.add(rows, seconds)
-            self.engine.costs = self.running.curve
+        if running := self.learns:
+            running.add(rows, seconds)
+            self.engine.costs = running.curve
 
     def recall(self, salt: str) -> Recycled:
         """The recycled tokens that a new sequence starts with: those of the last one with the same salt."""
@@ -260,7 +265,7 @@ class _Drafter(Drafter):
 
     def drafting(self, room: int) -> Asking[Draft]:
         start = perf_counter()
-        if self.known.running and self.known.running.due:
+        if (running := self.known.learns) and running.due:
             room = 0
         draft = yield from self.inner.drafting(room)
         if self.steps:  # before their first draft, heads read the prompt: not counted

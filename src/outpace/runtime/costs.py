@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -149,32 +149,29 @@ class Running:
 
     def add(self, rows: int, seconds: float) -> None:
         """A step took this long."""
+        taken = log(max(seconds, 1e-9))
         if rows == 1:
             if self.due:
                 self._patience = min(2 * self._patience, PATIENCE[1])
             self._since = 0
             self._seen += 1
-            error = log(seconds) - self._single
+            error = taken - self._single
             self._single += error if self._seen == 1 else max(FAST, 1 / self._seen) * _clipped(error)
         else:
             self._since += 1
             if self._seen >= FEW and len(self._off) > 1:
                 place = min(range(1, len(self._off)), key=lambda place: abs(log(rows / self.curve.rows[place])))
-                price = self._first.price(rows)
-                self._off[place] += SLOW * _clipped(log(seconds / price) - self._single - self._off[place])
+                expected = self._single + log(self._first.price(rows)) + self._off[place]
+                self._off[place] += SLOW * _clipped(taken - expected)
         self._new += 1
         if self._seen >= FEW and self._new % OFTEN == 0:
-            prices = (self._first.price(rows) * exp(off) for rows, off in zip(self.curve.rows, self._off, strict=True))
-            self.curve = replace(self._first, seconds=(tuple(exp(self._single) * price for price in _rising(prices)),))
+            prices = [self._first.price(rows) * exp(off) for rows, off in zip(self.curve.rows, self._off, strict=True)]
+            rising = (exp(self._single) * price for price in accumulate(prices, max))
+            self.curve = replace(self._first, seconds=(tuple(rising),))
 
 
 def _clipped(error: float) -> float:
     return max(-LIMIT, min(error, LIMIT))
-
-
-def _rising(values: Iterable[float]) -> Iterable[float]:
-    """No value is below the one before."""
-    return accumulate(values, max)
 
 
 def load(folder: Path, about: dict[str, str]) -> CostCurve | None:

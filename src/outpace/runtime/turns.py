@@ -32,6 +32,7 @@ class Turns:
         self._lock = Lock()
         self._thread: int | None = None  # that holds the lock
         self._living: set[Closable] = set()
+        self._batched: set[Closable] = set()  # those whose steps are joined with others'
         self._ended: deque[Closable] = deque()  # to be closed
 
     def __enter__(self) -> None:
@@ -59,9 +60,16 @@ class Turns:
             self._lock.release()
         self._settle()  # what was ended meanwhile
 
-    def begin(self, text: C) -> C:
+    @property
+    def batched(self) -> bool:
+        """Whether steps of several sequences are joined."""
+        return len(self._batched) > 1
+
+    def begin(self, text: C, batched: bool = False) -> C:
         """Own a sequence until it is ended."""
         self._living.add(text)
+        if batched:
+            self._batched.add(text)
         return text
 
     def end(self, text: Closable) -> None:
@@ -83,4 +91,5 @@ class Turns:
         while self._ended:
             text = self._ended.popleft()
             self._living.discard(text)
+            self._batched.discard(text)
             text.close()
