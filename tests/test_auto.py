@@ -538,6 +538,17 @@ def test_where_the_host_drafts_steps_of_one_row_are_taken_for_their_price(monkey
         assert since <= 64
 
 
+@pytest.mark.parametrize(("price", "methods"), [(1.9, 3), (2.1, 2)])
+def test_heads_are_not_tried_where_rows_are_dear(price: float, methods: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, offered = tiny("Llama"), list[int]()
+    monkeypatch.setattr(auto, "glance", lambda engine: CostCurve({}, (1, 8), (64,), ((1.0, price),)))
+    monkeypatch.setattr(auto.Known, "choose", lambda self, methods: offered.append(len(methods)) or 0)
+    decoder = Decoder(model)
+    method = decoder.prepare(Auto(heads=random_heads("medusa", model)))
+    decoder.generate([1, 2, 3], method=method, max_new_tokens=3)
+    assert offered == [methods]
+
+
 def test_steps_of_a_batch_tell_no_prices() -> None:
     engine = Decoder(tiny("Llama")).engine
     known = auto.Known(engine)

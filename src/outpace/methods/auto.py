@@ -45,6 +45,7 @@ TRIAL = 16  # steps after which it is checked whether a method pays
 SOON = 4  # steps after which a method that is at most LOST times as fast as plain decoding is dropped
 LOST = 0.7
 HOPE, LATER = 3.0, 0.5  # assumed speed of the first method to be tried, and how much less for each later one
+FEW, DEAR = 8, 2.0  # on a CPU heads are not tried if this many rows cost that much: they gain about as many tokens
 AGAIN = (8, 64)  # sequences until the boldest method is tried again, at first and later
 PACE = 0.3  # smoothing of a method's speed
 HEADED: dict[str, type[Headed]] = {method.kind: method for method in (Medusa, Hydra, Amphista, Block)}
@@ -125,7 +126,7 @@ class Auto(Method):
         if known is None:
             known = engine.notes[Auto] = Known(engine)
         methods, stored = self._methods(), earlier(self.store, engine.model)
-        if sequence.slots and not _have_read(methods[0], sequence):
+        if self.heads and (known.dear or (sequence.slots and not _have_read(methods[0], sequence))):
             methods = methods[1:]
         runs = stored.runs if stored else None
         if known.engine.costs is not None:
@@ -177,6 +178,12 @@ class Known:
         self.beliefs = Beliefs(remembered(engine, BELIEVED))
         self._left: dict[str, Recycled] = {}  # from the last sequence of each salt, newest last
         self._wait, self._next = AGAIN[0], AGAIN[0]  # sequences between trials of the boldest, and the next trial's
+
+    @property
+    def dear(self) -> bool:
+        """Whether steps of few rows cost more than heads gain: then they are not even tried, which takes long."""
+        costs = self.engine.costs
+        return self.engine.model.device.type == "cpu" and costs is not None and costs.price(FEW) >= DEAR
 
     @property
     def learns(self) -> Running | None:
