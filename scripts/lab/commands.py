@@ -11,6 +11,7 @@
     python scripts/lab masks                                         attention over slot lists beside a dense mask
     python scripts/lab kernels   [--only products gated attention]   exact mode's kernels: bits and costs
     python scripts/lab prices    [--model DIR --each 0]              the cost of a step, in exact mode and without
+    python scripts/lab start     --model DIR --times 8               what the first token waits for
     python scripts/lab packed                                        products with packed weights on a CPU, by rows
     python scripts/lab texts     --model DIR --data FILE --together 1 16   exact mode: same outputs with every method
     python scripts/lab reproduce --model DIR --data FILE --out DIR --each 1  the papers' tables
@@ -41,15 +42,16 @@ import torch
 from outpace.errors import OutpaceWarning
 from outpace.reproduce import PAPERS
 
-from . import batches, graphs, kernels, papers, quantized, replaying, speeds
+from . import batches, graphs, kernels, papers, quantized, replaying, speeds, starting
 
 COMMANDS = {
     **{part.__name__: part for part in (speeds.speeds, speeds.ablate, speeds.steps, speeds.equal)},
     **{part.__name__: part for part in (batches.together, batches.modes, batches.sampling, batches.texts)},
     **{part.__name__: part for part in (graphs.shape, graphs.masks, graphs.prices, replaying.replay)},
     **{part.__name__: part for part in (kernels.kernels, quantized.packed, papers.reproduce, papers.accuracies)},
+    "start": starting.start,
 }
-ON_GPUS = ("shape", "masks", "kernels")
+ON_GPUS = ("shape", "masks", "kernels", "start")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
