@@ -37,37 +37,28 @@ INLINE void by_number(int64_t type, Use use) {
   use(Brain());
 }
 
-// A panel's products with M rows. Outputs beyond the matrix are those of the last one.
+// The products of OUTPUTS outputs and M rows. Meanwhile the weights at `next` are prefetched, `step` bytes of each output
+// for LANES inputs, so that memory is busy in every pass over the weights that are here.
 template <class Number, int M>
-void multiply(const Weights& weights, int64_t panel, const float* x, bool fetch, Floats* sums) {
-  const int64_t inputs = weights.inputs, last = weights.outputs - 1;
-  const auto* all = reinterpret_cast<const Number*>(weights.cells);
-  for (int64_t first = 0; first < LANES; first += OUTPUTS) {
-    const Number *from[OUTPUTS], *next[OUTPUTS];
-    for (int n = 0; n < OUTPUTS; n++) {
-      from[n] = all + std::min(last, panel * LANES + first + n) * inputs;
-      next[n] = all + std::min(last, panel * LANES + first + n + OUTPUTS) * inputs;
-    }
-    FloatPart found[PARTS][OUTPUTS][M] = {};
-    for (int64_t k = 0; k < inputs; k += LANES) {
-      if (fetch && k * int64_t(sizeof(Number)) % LINE == 0) {
-        UNROLL for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(next[n] + k);
-      }
-      UNROLL for (int part = 0; part < PARTS; part++) {
-        FloatPart factors[OUTPUTS];
-        UNROLL for (int n = 0; n < OUTPUTS; n++) factors[n] = read(from[n] + k + part * PART);
-        UNROLL for (int m = 0; m < M; m++) {
-          const FloatPart value = load<FloatPart>(x + m * inputs + k + part * PART);
-          UNROLL for (int n = 0; n < OUTPUTS; n++) found[part][n][m] = fused(factors[n], value, found[part][n][m]);
-        }
+void multiply(const Number* const (&from)[OUTPUTS], int64_t inputs, const float* x, const char* (&next)[OUTPUTS],
+              int64_t step, Floats* sums, int first) {
+  FloatPart found[PARTS][OUTPUTS][M] = {};
+  for (int64_t k = 0; k < inputs; k += LANES) {
+    UNROLL for (int n = 0; n < OUTPUTS; n++, next[n - 1] += step) __builtin_prefetch(next[n]);
+    UNROLL for (int part = 0; part < PARTS; part++) {
+      FloatPart factors[OUTPUTS];
+      UNROLL for (int n = 0; n < OUTPUTS; n++) factors[n] = read(from[n] + k + part * PART);
+      UNROLL for (int m = 0; m < M; m++) {
+        const FloatPart value = load<FloatPart>(x + m * inputs + k + part * PART);
+        UNROLL for (int n = 0; n < OUTPUTS; n++) found[part][n][m] = fused(factors[n], value, found[part][n][m]);
       }
     }
-    UNROLL for (int m = 0; m < M; m++) {
-      UNROLL for (int n = 0; n < OUTPUTS; n++) {
-        FloatPart lanes[PARTS];
-        UNROLL for (int part = 0; part < PARTS; part++) lanes[part] = found[part][n][m];
-        reinterpret_cast<float*>(sums + m)[first + n] = total(load<Floats>(lanes));
-      }
+  }
+  UNROLL for (int m = 0; m < M; m++) {
+    UNROLL for (int n = 0; n < OUTPUTS; n++) {
+      FloatPart lanes[PARTS];
+      UNROLL for (int part = 0; part < PARTS; part++) lanes[part] = found[part][n][m];
+      reinterpret_cast<float*>(sums + m)[first + n] = total(load<Floats>(lanes));
     }
   }
 }
@@ -143,9 +134,27 @@ const Floats* woven_panels(const Weights& weights, int64_t panel) {
   return woven.data();
 }
 
-void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, bool fetch, Floats* sums) {
+void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, Floats* sums) {
   by_number(weights.type, [&](auto number) {
-    by_count<MOST_NUMBERS>(count, [&](auto m) { multiply<decltype(number), m>(weights, panel, x, fetch, sums); });
+    using Number = decltype(number);
+    const int64_t inputs = weights.inputs, last = weights.outputs - 1;
+    const int64_t passes = (count + MOST_NUMBERS - 1) / MOST_NUMBERS;
+    const int64_t step = LANES * sizeof(Number) / passes;
+    const auto* all = reinterpret_cast<const Number*>(weights.cells);
+    for (int first = 0; first < LANES; first += OUTPUTS) {
+      const Number* from[OUTPUTS];
+      const char* next[OUTPUTS];
+      for (int n = 0; n < OUTPUTS; n++) {  // outputs beyond the matrix are the last one again
+        from[n] = all + std::min(last, panel * LANES + first + n) * inputs;
+        next[n] = reinterpret_cast<const char*>(all + std::min(last, panel * LANES + first + n + OUTPUTS) * inputs);
+      }
+      for (int64_t pass = 0, row = 0, some; pass < passes; pass++, row += some) {
+        some = (count - row + passes - pass - 1) / (passes - pass);  // passes of about the same size
+        by_count<MOST_NUMBERS>(some, [&](auto m) {
+          multiply<Number, m>(from, inputs, x + row * inputs, next, step, sums + row, first);
+        });
+      }
+    }
   });
 }
 

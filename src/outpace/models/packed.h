@@ -57,11 +57,9 @@ struct Weights {
   int64_t panels() const { return (outputs + LANES - 1) / LANES; }
   int64_t blocks() const { return inputs / BLOCK; }
 
-  // How many of `left` rows the next pass takes: for unquantized matrices passes of about the same size.
+  // How many of `left` rows are taken at a time.
   int64_t pass(int64_t left, bool woven) const {
-    if (quantized() || woven) return std::min<int64_t>(quantized() ? MOST : MOST_WOVEN, left);
-    const int64_t passes = (left + MOST_NUMBERS - 1) / MOST_NUMBERS;
-    return (left + passes - 1) / passes;
+    return std::min<int64_t>(quantized() ? MOST : woven ? MOST_WOVEN : WOVEN, left);
   }
 
   // How many rows stay in the cache. All are taken if they are woven: weaving a panel takes as long as a few rows.
@@ -188,16 +186,15 @@ void weave(const float* rows, int64_t count, int64_t inputs, float* to);
 const Floats* woven_panels(const Weights& weights, int64_t panel);
 
 // Products with `count` rows, at most `weights.pass(count)`, without the bias: of a panel, or of TOGETHER woven ones.
-// `fetch`: prefetch the weights that follow, for the first pass over them.
 void multiply_blocks(const Weights& weights, int64_t panel, const Block* x, int64_t count, Floats* sums);
-void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, bool fetch, Floats* sums);
+void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, Floats* sums);
 void multiply_woven(const Floats* panels, int64_t inputs, const float* x, int64_t count, Floats* sums);
 
 // The products of `x.panels()` panels and rows `first` to `last`, passed to `sink(row, panel, sums)`.
 template <class Sink>
 INLINE void with_panels(const Weights& weights, int64_t panel, const Rows& x, int64_t first, int64_t last,
                         Sink&& sink) {
-  constexpr int LARGEST = std::max(MOST, MOST_WOVEN * TOGETHER);
+  constexpr int LARGEST = std::max({MOST, MOST_WOVEN * TOGETHER, int(WOVEN)});
   Floats sums[LARGEST];
   const int64_t some = x.panels(), stop = std::min(weights.panels(), panel + some);
   const Floats* woven = x.woven ? woven_panels(weights, panel) : nullptr;
@@ -209,7 +206,7 @@ INLINE void with_panels(const Weights& weights, int64_t panel, const Rows& x, in
     } else if (weights.quantized()) {
       multiply_blocks(weights, panel, x.blocks + blocks_of(row, weights.blocks()), count, sums);
     } else {
-      multiply_numbers(weights, panel, numbers, count, row == first, sums);
+      multiply_numbers(weights, panel, numbers, count, sums);
     }
     for (int64_t m = 0; m < count; m++) {
       for (int64_t one = panel; one < stop; one++) {
