@@ -163,15 +163,26 @@ INLINE Vector fused(const Vector& a, const Vector& b, const Vector& c) {
   }
 }
 
-// The lanes, rotated to the left by `BY`.
+// The same value; if HELD, it stays in its register, where compilers might read it from memory for each use.
+template <bool HELD>
+INLINE FloatPart held(FloatPart value) {
+#if !defined(PORTABLE) && defined(__AVX512F__)
+  if constexpr (HELD) asm("" : "+v"(value));
+#elif !defined(PORTABLE) && defined(__x86_64__)
+  if constexpr (HELD) asm("" : "+x"(value));
+#endif
+  return value;
+}
+
+// The lanes, rotated to the left by `BY`, or below 4 each four of them: that takes no register for their order.
 template <int BY, class Part>
 INLINE Part moved(const Part& values) {
   return [&]<int... lanes>(std::integer_sequence<int, lanes...>) {
-    return Part{values[(lanes + BY) % PART]...};
+    return Part{values[BY < 4 ? lanes / 4 * 4 + (lanes + BY) % 4 : (lanes + BY) % PART]...};
   }(std::make_integer_sequence<int, PART>());
 }
 
-// Join pairs of lanes, half the distance apart each time, until one is left.
+// Join pairs of lanes, half the distance apart each time, until one is left. From 2 apart on all fours are equal.
 template <class Vector, class Join>
 INLINE auto folded(const Vector& values, Join join) {
   if constexpr (IN_HALVES<Vector>) {
@@ -323,6 +334,24 @@ INLINE FloatPart from_brains(const uint8_t* from) {
   typedef uint32_t Longs __attribute__((vector_size(NATIVE)));
   return (FloatPart)(__builtin_convertvector(load<Shorts>(from), Longs) << 16);
 }
+
+// LANES of them, register by register: on AVX2 with fewer operations.
+#if !defined(PORTABLE) && defined(__AVX2__) && !defined(__AVX512F__)
+struct Brains {
+  __m256i all;  // the second quarter after the third, for `unpack`
+  INLINE explicit Brains(const uint8_t* from) : all(_mm256_permute4x64_epi64(load<__m256i>(from), 0xd8)) {}
+  INLINE FloatPart part(int number) const {
+    const __m256i none = _mm256_setzero_si256();
+    return (FloatPart)(number ? _mm256_unpackhi_epi16(none, all) : _mm256_unpacklo_epi16(none, all));
+  }
+};
+#else
+struct Brains {
+  const uint8_t* from;
+  INLINE explicit Brains(const uint8_t* from) : from(from) {}
+  INLINE FloatPart part(int number) const { return from_brains(from + 2 * PART * number); }
+};
+#endif
 
 // 8-bit integers to float32. Compilers would convert them one by one.
 template <class Number>

@@ -37,28 +37,55 @@ INLINE void by_number(int64_t type, Use use) {
   use(Brain());
 }
 
-// The products of OUTPUTS outputs and M rows. Meanwhile the weights at `next` are prefetched, `step` bytes of each output
-// for LANES inputs, so that memory is busy in every pass over the weights that are here.
-template <class Number, int M>
-void multiply(const Number* const (&from)[OUTPUTS], int64_t inputs, const float* x, const char* (&next)[OUTPUTS],
-              int64_t step, Floats* sums, int first) {
-  FloatPart found[PARTS][OUTPUTS][M] = {};
-  for (int64_t k = 0; k < inputs; k += LANES) {
-    UNROLL for (int n = 0; n < OUTPUTS; n++, next[n - 1] += step) __builtin_prefetch(next[n]);
-    UNROLL for (int part = 0; part < PARTS; part++) {
-      FloatPart factors[OUTPUTS];
-      UNROLL for (int n = 0; n < OUTPUTS; n++) factors[n] = read(from[n] + k + part * PART);
-      UNROLL for (int m = 0; m < M; m++) {
-        const FloatPart value = load<FloatPart>(x + m * inputs + k + part * PART);
-        UNROLL for (int n = 0; n < OUTPUTS; n++) found[part][n][m] = fused(factors[n], value, found[part][n][m]);
+// The products of these outputs and M rows, OUTPUTS at a time. Those that follow are prefetched from byte `skip` on,
+// `step` bytes of each for LANES inputs, so that memory is busy in every pass over the weights that are here.
+// With SEVERAL passes arithmetic is the limit, and loads must be few. Not inlined: constants of what follows the inner
+// loop would take registers in it.
+template <class Number, int M, bool SEVERAL>
+__attribute__((noinline)) void multiply(const Number* const* outputs, int count, int64_t inputs, const float* x,
+                                        int64_t skip, int64_t step, float* sums) {
+  for (int first = 0; first < count; first += OUTPUTS, outputs += OUTPUTS) {
+    const Number* from[OUTPUTS];
+    const char* next[OUTPUTS];
+    UNROLL for (int n = 0; n < OUTPUTS; n++) {
+      from[n] = outputs[n];
+      next[n] = reinterpret_cast<const char*>(outputs[OUTPUTS + n]) + skip;
+    }
+    FloatPart found[PARTS][OUTPUTS][M] = {};
+    for (int64_t k = 0; k < inputs; k += LANES) {
+      UNROLL for (int n = 0; n < OUTPUTS; n++) {
+        __builtin_prefetch(next[n]);
+        next[n] += step;
+      }
+      const float* values = x + k;
+      if constexpr (std::is_same_v<Number, Brain> && NATIVE == 32) {  // output by output: there are only 16 registers
+        UNROLL for (int n = 0; n < OUTPUTS; n++) {
+          const Brains numbers(from[n][k].bytes);
+          UNROLL for (int part = 0; part < PARTS; part++) {
+            const FloatPart factor = numbers.part(part);
+            UNROLL for (int m = 0; m < M; m++) {
+              FloatPart& sum = found[part][n][m];
+              sum = fused(factor, load<FloatPart>(values + m * inputs + part * PART), sum);
+            }
+          }
+        }
+      } else {
+        UNROLL for (int part = 0; part < PARTS; part++) {
+          FloatPart factors[OUTPUTS];
+          UNROLL for (int n = 0; n < OUTPUTS; n++) factors[n] = held<SEVERAL>(read(from[n] + k + part * PART));
+          UNROLL for (int m = 0; m < M; m++) {
+            const FloatPart value = held<true>(load<FloatPart>(values + m * inputs + part * PART));
+            UNROLL for (int n = 0; n < OUTPUTS; n++) found[part][n][m] = fused(factors[n], value, found[part][n][m]);
+          }
+        }
       }
     }
-  }
-  UNROLL for (int m = 0; m < M; m++) {
-    UNROLL for (int n = 0; n < OUTPUTS; n++) {
-      FloatPart lanes[PARTS];
-      UNROLL for (int part = 0; part < PARTS; part++) lanes[part] = found[part][n][m];
-      reinterpret_cast<float*>(sums + m)[first + n] = total(load<Floats>(lanes));
+    UNROLL for (int m = 0; m < M; m++) {
+      UNROLL for (int n = 0; n < OUTPUTS; n++) {
+        FloatPart lanes[PARTS];
+        UNROLL for (int part = 0; part < PARTS; part++) lanes[part] = found[part][n][m];
+        sums[m * LANES + first + n] = total(load<Floats>(lanes));
+      }
     }
   }
 }
@@ -137,21 +164,19 @@ const Floats* woven_panels(const Weights& weights, int64_t panel) {
 void multiply_numbers(const Weights& weights, int64_t panel, const float* x, int64_t count, Floats* sums) {
   by_number(weights.type, [&](auto number) {
     using Number = decltype(number);
-    const int64_t inputs = weights.inputs, last = weights.outputs - 1;
+    const int64_t inputs = weights.inputs, last = weights.outputs - 1, line = inputs * sizeof(Number);
     const int64_t passes = (count + MOST_NUMBERS - 1) / MOST_NUMBERS;
-    const int64_t step = LANES * sizeof(Number) / passes;
-    const auto* all = reinterpret_cast<const Number*>(weights.cells);
-    for (int first = 0; first < LANES; first += OUTPUTS) {
-      const Number* from[OUTPUTS];
-      const char* next[OUTPUTS];
-      for (int n = 0; n < OUTPUTS; n++) {  // outputs beyond the matrix are the last one again
-        from[n] = all + std::min(last, panel * LANES + first + n) * inputs;
-        next[n] = reinterpret_cast<const char*>(all + std::min(last, panel * LANES + first + n + OUTPUTS) * inputs);
-      }
-      for (int64_t pass = 0, row = 0, some; pass < passes; pass++, row += some) {
-        some = (count - row + passes - pass - 1) / (passes - pass);  // passes of about the same size
-        by_count<MOST_NUMBERS>(some, [&](auto m) {
-          multiply<Number, m>(from, inputs, x + row * inputs, next, step, sums + row, first);
+    const Number* from[LANES + OUTPUTS];  // of the panel and what follows; beyond the matrix the last output again
+    for (int n = 0; n < LANES + OUTPUTS; n++)
+      from[n] = reinterpret_cast<const Number*>(weights.cells) + std::min(last, panel * LANES + n) * inputs;
+    const int some = passes == 1 ? LANES : OUTPUTS;  // outputs that stay in the L1 cache for all passes
+    for (int first = 0; first < LANES; first += some) {
+      for (int64_t pass = 0, row = 0, rows; pass < passes; pass++, row += rows) {
+        rows = (count - row + passes - pass - 1) / (passes - pass);  // passes of about the same size
+        by_count<MOST_NUMBERS>(rows, [&](auto m) {
+          const auto multiply_some = passes == 1 ? multiply<Number, m, false> : multiply<Number, m, true>;
+          multiply_some(from + first, some, inputs, x + row * inputs, pass * line / passes,
+                        LANES * sizeof(Number) / passes, reinterpret_cast<float*>(sums + row) + first);
         });
       }
     }
