@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+unexport PYTHONDONTWRITEBYTECODE # with it each process of the tests compiles all Python again
 
 .PHONY: demo test test-all coverage wheels lint docs format clean
 

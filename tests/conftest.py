@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):  # others run the tests
         return
+    gc.disable()  # while all is imported: collections would take a second, and find next to nothing
     from hypothesis import settings
 
     settings.register_profile("all", deadline=None, derandomize=True, max_examples=100)
@@ -26,8 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()  # what is imported by now stays: garbage collections need not look through it again
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
