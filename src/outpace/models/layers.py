@@ -454,15 +454,15 @@ class Stack:
                 self._general = general
             self._scale = fits[0] if fits else 1.0
             self._turns(len(text))
-            errors = []
+            states = [hidden]
             for number in range(len(self._layers)):
-                expected = general(pools[0], rows[0], 0, number, number + 1, hidden).hidden
-                errors.append(self._errors(number, pools[1], rows[1], hidden, expected))
+                states.append(general(pools[0], rows[0], 0, number, number + 1, states[-1]).hidden)
+            if not self._find_forms(pools[1], rows[1], states, rounding):
+                return False
+            for number in range(len(self._layers)):
                 if len({stored[0].shape for pool in pools if (stored := pool.stored(number))}) > 1:
                     return False  # C++ and torch could not take turns within a sequence
-                hidden = expected
-            if not self._choose(torch.tensor(errors), rounding):
-                return False
+            hidden = states[-1]
             expected, found = (
                 run(pool, row, len(text), len(self._layers), len(self._layers), hidden).logits
                 for run, pool, row in zip((general, self.forward), pools, rows, strict=True)
@@ -470,43 +470,47 @@ class Stack:
             self._stack.scale = min((1.0, scales[1]), key=lambda scale: _error(found * scale, expected))
             return _error(found * self._stack.scale, expected) <= rounding
 
-    def _errors(
-        self, number: int, pool: Pool, rows: Placed, hidden: torch.Tensor, expected: torch.Tensor
-    ) -> list[float]:
-        """How far a layer is from what is expected of it, in each of FORMS."""
-        found = []
-        for parallel, turned, paired in FORMS:
-            if turned and not self._widths[self._of_kind[number]]:
-                found.append(math.inf)  # there are no angles
+    def _find_forms(self, pool: Pool, rows: Placed, states: Sequence[torch.Tensor], rounding: float) -> bool:
+        """Give layers the form with the least error; returns whether all others are far worse.
+
+        All layers of a kind have the same form, or else each must show its own. `states` are those before the first
+        layer, and after each.
+        """
+
+        def error(number: int, form: tuple[int, int, int]) -> float:
+            if form[1] and not self._widths[self._of_kind[number]]:
+                return math.inf  # there are no angles
+            self._set(number, *form)
+            before, after = states[number : number + 2]
+            found = self.forward(pool, rows, 0, number, number + 1, before).hidden
+            return _error(found - before, after - before, before.norm(dim=-1) * FINEST)
+
+        def shows(best: float, second: float) -> bool:
+            return best <= rounding and second > APART * best
+
+        for kind in range(len(self._kinds)):
+            first, *others = (number for number, other in enumerate(self._of_kind) if other == kind)
+            errors = [error(first, form) for form in FORMS]
+            best, second = sorted(errors)[:2]
+            form = FORMS[errors.index(best)]
+            # The largest error of another form is no smaller than here, so only this one need be tried in all layers.
+            if shows(best, second) and all(shows(error(number, form), second) for number in others):
+                self._set(first, *form)
                 continue
-            self._set(number, parallel, turned, paired)
-            states = self.forward(pool, rows, 0, number, number + 1, hidden).hidden
-            found.append(_error(states - hidden, expected - hidden, hidden.norm(dim=-1) * FINEST))
-        return found
+            every = torch.tensor([errors, *([error(number, form) for form in FORMS] for number in others)])
+            for worst in (every.amax(0, keepdim=True), every):
+                if all(shows(*pair) for pair in worst.topk(2, largest=False).values.tolist()):
+                    break
+            else:
+                return False
+            for number, found in zip((first, *others), worst.expand_as(every), strict=True):
+                self._set(number, *FORMS[int(found.argmin())])
+        return True
 
     def _set(self, number: int, parallel: int, turned: int, paired: int) -> None:
         layer = self._layers[number]
         layer.parallel, layer.paired = parallel, paired
         layer.rotary = self._of_kind[number] if turned else -1
-
-    def _choose(self, errors: torch.Tensor, rounding: float) -> bool:
-        """Give layers the form with the least of the errors [layers, forms]; returns whether all others are worse.
-
-        All layers of a kind have the same form, or else each must show its own.
-        """
-        for kind in range(len(self._kinds)):
-            mine = [number for number, other in enumerate(self._of_kind) if other == kind]
-            for groups in ([mine], [[number] for number in mine]):
-                worst = [errors[group].amax(0) for group in groups]
-                best, second = torch.stack(worst).topk(2, largest=False).values.unbind(1)
-                if bool(((best <= rounding) & (second > APART * best)).all()):
-                    break
-            else:
-                return False
-            for group, error in zip(groups, worst, strict=True):
-                for number in group:
-                    self._set(number, *FORMS[int(error.argmin())])
-        return True
 
 
 def _names(module: Any) -> set[str]:

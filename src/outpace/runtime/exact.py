@@ -32,8 +32,8 @@ class ExactEngine(Engine):
         tree.insert([token % size for token in (11, 8, 3)], "check")
         path = [0, *tree.insert(answer, "check")]
         tree.insert([token % size for token in (2, 47, 31)], "check")
-        with self.pool.sequence(text) as sequence:
-            self.score(sequence, chain(text[-1], (), ""))  # allocates storage, uncompiled
+        with self.pool.sequence(text[:1]) as sequence:
+            self.score(sequence, chain(text[0], (), ""))  # allocates storage, uncompiled
         with self.pool.sequence(text) as sequence:  # all in one forward pass
             together = self.score(sequence, tree.draft()).logits[path].clone()
         whole, beside = text + answer, [text[::-1] + answer] if self.most_texts > 1 else []
