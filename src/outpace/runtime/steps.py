@@ -175,12 +175,12 @@ class Whole(_Trees):
         return torch.cat([part.int() for part in (*numbers, rows.sources, marks, *said)], 1)
 
     def capture(self, memory: Any) -> Any:
-        """Capture with all lanes idle; their state is restored afterwards."""
+        """Capture with all its lanes idle; their state is restored afterwards. It reaches no others."""
         program = self.program
-        state = [*program.lanes.state, *program.choices.state, *program.state]
+        state = [part[: self.group] for part in (*program.lanes.state, *program.choices.state, *program.state)]
         saved = [part.clone() for part in state]
         with torch.inference_mode():
-            program.lanes.limits.zero_()
+            self.lanes.limits.zero_()
         try:
             memory = super().capture(memory)
             if program.plan.sizes:
