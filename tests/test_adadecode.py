@@ -491,18 +491,24 @@ def test_a_text_goes_on_plainly_where_exits_are_slow(monkeypatch: pytest.MonkeyP
     assert drafted[:6] == [False] * 5 + [True]
 
 
+HOWS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 5},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"temperature": 0.7, "top_k": 9},
+]
+
+
 @pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"temperature": 0.8, "seed": 5},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.4},
-        {"temperature": 0.7, "top_k": 9},
+    ("together", "how"),
+    [  # one half is left to `make test-all`: each of these, alone or together
+        pytest.param(together, how, marks=() if number % 2 == together else pytest.mark.slow)
+        for together in (False, True)
+        for number, how in enumerate(HOWS)
     ],
 )
-@pytest.mark.parametrize("together", [False, True])
 def test_where_exits_are_slow_plain_decodings_program_takes_over(
-    how: dict[str, Any], together: bool, monkeypatch: pytest.MonkeyPatch
+    together: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("Llama")
     decoder, method = on_graphs(model), AdaDecode(random_exits(model))
