@@ -209,6 +209,20 @@ def test_commands_run(command: str, words: list[Any], shown: str, wide: Path, da
     assert re.search(shown, capsys.readouterr().out)
 
 
+def test_accuracies_of_all_kinds_on_the_same_answers(wide: Path, trained: Path, data: Path, capsys: Any) -> None:
+    from lab.papers import accuracies, accuracies_on_data
+
+    heads = [f"{kind}={trained / kind}" for kind in KINDS]
+    arguments = arguments_of("accuracies", "--model", wide, "--data", data, "--tokens", 24, "--heads", *heads)
+    found = accuracies_on_data(arguments)
+    assert [*found] == ["medusa", "hydra", "amphista"]
+    for lines in found.values():
+        assert all(0 <= sum(line) <= 1.0001 for line in lines)  # a share for each rank
+        assert max(map(max, lines)) > 0
+    accuracies(arguments)
+    assert f"{found['hydra'][0][0]:.3f}" in capsys.readouterr().out
+
+
 def test_packed_products_are_timed_in_every_format(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from lab import quantized
 

@@ -18,7 +18,8 @@
     python scripts/lab steps     --data FILE --out FILE              tokens per step: papers' methods and our changes
     python scripts/lab replay    --data FILE --out FILE              the same for heads, without the target's steps
     python scripts/lab equal     --out FILE                          outputs against plain decoding's and transformers'
-    python scripts/lab accuracies [--plot FILE]                      held-out accuracies of the shipped heads
+    python scripts/lab accuracies [--data FILE] [--plot FILE]        accuracies of the shipped heads: held-out ones as
+                                                                     stored, or on greedy answers to the prompts of FILE
 
 A table is printed last. --data takes Spec-Bench's question file; without it, Outpace's own prompts are used. `--times
 8` widens the embedded model to 7.25 billion weights that compute the same function. On a machine without a package

@@ -1,4 +1,4 @@
-"""`outpace reproduce` on the widened model, and the accuracies stored with the installed heads."""
+"""`outpace reproduce` on the widened model, and the accuracies of the installed heads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 import time
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from outpace import Autoregressive
 from outpace.bench.calibration import calibrate
 from outpace.bench.data import read_questions
 from outpace.chart import check_plot, print_accuracies, save_accuracies
@@ -19,8 +21,12 @@ from outpace.methods.headed import Ready
 from outpace.reproduce import PAPERS, stem
 from outpace.reproduce.lab import Lab, Scale
 from outpace.runtime.choose import EXACT_ROWS
+from outpace.training.data import Text
+from outpace.training.trainer import Plan, Trainer
 
+from .methods import HEADED
 from .models import set_up
+from .speeds import prompts_of
 
 HEADS = {"lookahead": (), "adadecode": ("exits",), "amphista": ("medusa", "hydra", "amphista")}
 
@@ -57,9 +63,26 @@ def heads_for(paper: str, heads: dict[str, Ready]) -> dict[str, Ready]:
 
 
 def accuracies(arguments: argparse.Namespace) -> None:
-    """Held-out accuracies of the installed heads, from their own files."""
+    """Accuracies of the installed heads: held-out ones, from their own files, or on greedy answers to --data."""
     check_plot(arguments.plot)
-    found = {kind: read_config(of_kind(kind)[0])["accuracies"] for kind in HEADS["amphista"]}
+    if arguments.data:
+        found = accuracies_on_data(arguments)
+    else:
+        found = {kind: read_config(of_kind(kind)[0])["accuracies"] for kind in HEADS["amphista"]}
     if arguments.plot:
         save_accuracies(found, arguments.plot)
     print_accuracies(Console(), found)
+
+
+def accuracies_on_data(arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """By kind [heads, ranks]: all kinds on the same answers of the model as it is, which are generated first."""
+    arguments.times = 1
+    decoder, model, heads = set_up(arguments)
+    texts = []
+    for prompt in prompts_of(decoder, arguments, arguments.each):
+        answer = decoder.generate(prompt, method=Autoregressive(), max_new_tokens=arguments.tokens).token_ids
+        texts.append(Text(torch.tensor([*prompt, *answer]), len(prompt)))
+    kinds = {name: ready.heads for name, ready in heads.items() if name in HEADED}
+    adapted: Any = decoder.model
+    found = Trainer(model, adapted.norm, adapted.ends(), kinds, Plan(updates=1)).accuracies(texts)
+    return {name: part.tolist() for name, part in found.items()}

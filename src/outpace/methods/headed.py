@@ -26,7 +26,16 @@ from ..pool import Numbers
 from ..pool import Sequence as Text
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan, Source
-from ..sources.heads import CANDIDATES, HeadGuesses, PairedGuesses, SequentialGuesses, likely_paths, make_places
+from ..sources.heads import (
+    CANDIDATES,
+    HeadGuesses,
+    PairedGuesses,
+    SequentialGuesses,
+    likely_paths,
+    make_places,
+    quick,
+    quick_head,
+)
 from ..sources.history import History as Repeated
 from ..sources.recycle import Recycle
 from .base import Drafter, Method, prices_of
@@ -205,9 +214,12 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.method = method
         self.heads, about = method.heads[:2]
-        self.shared = (engine.model.ends(), engine.pool, engine.model.layers)
+        ends, self.quick = engine.model.ends(), self.heads
+        if getattr(engine.model, "native", False):
+            ends, self.quick = ends._replace(head=quick_head(ends.head, native=True)), quick(self.heads, native=True)
+        self.shared = (ends, engine.pool, engine.model.layers)
         engine.model.keep(self.heads.reads)
-        self.follower = self.heads.follow(*self.shared)
+        self.follower = self.quick.follow(*self.shared)
         costs = engine.costs if method.priced else None
         grown = isinstance(method.tree, str)
         pace = costs.paces.get(method.name, 1.0) if costs and grown and method.heads.shipped else 1.0
@@ -292,8 +304,8 @@ class _Drafter(Drafter):
                 return self._foresee(likeliest(guesses, self.named), [first + place] * len(paths))
 
             return expect
-        if isinstance(self.heads, BlockHeads):
-            return self._paired(self.heads, first)
+        if isinstance(self.quick, BlockHeads):
+            return self._paired(self.quick, first)
         found = likeliest(self.follower.guesses(), self.named)
         together = lru_cache(lambda: self._foresee(found, range(first, first + self.heads.count)))
         return lambda place, _: Foreseen(together().tokens[[place]], together().chances[[place]])

@@ -204,6 +204,11 @@ class HFModel:
                     self._control.ahead = 0
         return not all(torch.equal(found[0], other) for other in found[1:])
 
+    @property
+    def native(self) -> bool:
+        """Whether it was given to C++ code to compute."""
+        return self._stack is not None
+
     def _is_native(self) -> bool:
         """Whether C++ code computes the layers. If weights have moved, it is made again."""
         if self._stack is None or any(self._hooks):

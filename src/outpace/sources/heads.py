@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from ..models.fusing import Fusion
+from ..models.packed import numbers_for, read_in_place
 from ..models.products import Products, int8_for
 from ..picking import NOISED, Sampling, likeliest
 from ..step import fused
@@ -331,19 +332,25 @@ def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Text
     return texts, choices, needs_of(sampling)
 
 
-def quick(heads: Any) -> Any:
-    """A copy that shares the weights, with fused projections and, where we have them, our own matrix products."""
+def quick(heads: Any, native: bool = False) -> Any:
+    """A copy that shares the weights, with fused projections and, where we have them, our own matrix products.
+
+    `native`: on a CPU, by the C++ code of the native runtime.
+    """
     twin = _twins.get(heads)
     if twin is None:
         twin = _twins[heads] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})
         Fusion().fuse(twin)
-        Products().replace(twin, drafts=True)
+        if native:
+            read_in_place(twin)
+        else:
+            Products().replace(twin, drafts=True)
     return twin
 
 
-def quick_head(head: Any) -> Any:
-    """The target's output head for drafts: in int8 if that is faster."""
-    twin = _twins.get(head) or int8_for(head)
+def quick_head(head: Any, native: bool = False) -> Any:
+    """The target's output head for drafts: in int8 if that is faster; `native`: as for `quick`."""
+    twin = _twins.get(head) or (numbers_for(head) if native else int8_for(head))
     if twin is None:
         return head
     _twins[head] = twin
