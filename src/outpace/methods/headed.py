@@ -214,12 +214,12 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.method = method
         self.heads, about = method.heads[:2]
-        ends, self.quick = engine.model.ends(), self.heads
+        self.ends, self.quick = engine.model.ends(), self.heads
+        ends = self.ends
         if getattr(engine.model, "native", False):
             ends, self.quick = ends._replace(head=quick_head(ends.head, native=True)), quick(self.heads, native=True)
-        self.shared = (ends, engine.pool, engine.model.layers)
         engine.model.keep(self.heads.reads)
-        self.follower = self.quick.follow(*self.shared)
+        self.follower = self.quick.follow(ends, engine.pool, engine.model.layers)
         costs = engine.costs if method.priced else None
         grown = isinstance(method.tree, str)
         pace = costs.paces.get(method.name, 1.0) if costs and grown and method.heads.shipped else 1.0
@@ -316,7 +316,7 @@ class _Drafter(Drafter):
         count = heads.count
         found = likeliest(logits[:, 0], max(CANDIDATES, self.top))
         tokens, most = found[0].long(), found.shape[2]
-        told = heads.pairs(states, tokens[:, None], self.shared[0]).float()
+        told = heads.pairs(states, tokens[:, None], self.ends).float()
         chances = heads.judge(found[1, :, None].float(), told)[:, 0]  # [count, before, guess]
         lines = tokens[:, None].expand_as(chances)
         if self.picker.greedy:

@@ -29,6 +29,7 @@ from .mirror import ATTENTION, Call, Control, FixedCache, Mask, Mirror, Outside,
 from .packed import is_packed, is_quantized
 from .products import Products
 from .products import load as load_operators
+from .threads import torch_too
 from .traits import Traits
 
 CHUNK = 512
@@ -337,7 +338,8 @@ class HFModel:
         last = self.layers if stop is None else stop
         if isinstance(rows, Placed) and self._is_native():
             return self._by_stack(pool, rows, logits, start, last, hidden)
-        return self._by_torch(pool, rows, logits, start, last, hidden, compiled)
+        with torch_too():
+            return self._by_torch(pool, rows, logits, start, last, hidden, compiled)
 
     @torch.inference_mode()
     def _by_torch(

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from ..errors import ModelError
 from ..pool import Placed, Pool
+from . import threads
 from .adapter import Output, asked_rows
 from .exact import seen_by
 from .fusing import is_plain
@@ -392,7 +393,7 @@ class Stack:
             *(len(rows), start, stop, states.data_ptr()),
             *(part.data_ptr() for part in lists),
             *(seen.tails.shape[1], keys, values, capacity, cosines, sines, rotated),
-            *(asked.data_ptr(), 0, scores.data_ptr(), torch.get_num_threads()),
+            *(asked.data_ptr(), 0, scores.data_ptr(), threads.ours()),
         )
         each = 1 if len(rows) >= MANY else self._stack.count
         for first in range(start, max(stop, start + 1), each):

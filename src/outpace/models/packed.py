@@ -19,7 +19,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import nn
 
 from ..errors import InputError
-from . import products
+from . import products, threads
 from .fusing import is_plain
 
 HERE = Path(__file__).parent
@@ -82,7 +82,7 @@ class Matrix:
         raw = np.ascontiguousarray(raw).view(np.uint8)
         order = None if order is None else np.ascontiguousarray(order, np.int64)
         library().packed_fill(
-            byref(self.weights()), raw.ctypes.data, None if order is None else order.ctypes.data, _threads()
+            byref(self.weights()), raw.ctypes.data, None if order is None else order.ctypes.data, threads.ours()
         )
 
     @classmethod
@@ -122,26 +122,6 @@ class Matrix:
         """The whole matrix as floats."""
         return self.rows(torch.arange(self.outputs))
 
-    def multiply(self, states: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., outputs] products with states [..., inputs], plus a bias as `filled` makes it."""
-        if states.shape[-1] != self.inputs:  # C++ would write beyond the output
-            raise RuntimeError(f"a product with {self.inputs} inputs was given {states.shape[-1]}")
-        rows = states.to(torch.float32).contiguous()
-        out = torch.empty(*rows.shape[:-1], self.outputs, dtype=torch.float32, device="cpu")
-        count = rows.numel() // self.inputs
-        if count:
-            library().packed_linear(byref(self.weights(bias)), rows.data_ptr(), count, out.data_ptr(), _threads())
-        return out
-
-
-def filled(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias as products take it: in float32, padded to whole panels."""
-    if bias is None:
-        return None
-    found = torch.zeros(-(-len(bias) // LANES) * LANES, dtype=torch.float32, device="cpu")
-    found[: len(bias)] = bias.detach().float()
-    return found
-
 
 class PackedLinear(nn.Module):
     """Takes the place of a Linear."""
@@ -152,7 +132,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.matrix = matrix
         self.in_features, self.out_features = matrix.inputs, matrix.outputs
-        self.register_buffer("filled", filled(bias), persistent=False)
+        filled = None
+        if bias is not None:  # padded to whole panels
+            filled = torch.zeros(-(-matrix.outputs // LANES) * LANES, dtype=torch.float32, device="cpu")
+            filled[: matrix.outputs] = bias.detach().float()
+        self.register_buffer("filled", filled, persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -168,35 +152,21 @@ class PackedLinear(nn.Module):
         return self.matrix.weights(self.filled)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.matrix.multiply(states, self.filled)
+        if states.shape[-1] != self.in_features:  # C++ would write beyond the output
+            raise RuntimeError(f"a product with {self.in_features} inputs was given {states.shape[-1]}")
+        rows = states.to(torch.float32).contiguous()
+        out = torch.empty(*rows.shape[:-1], self.out_features, dtype=torch.float32, device="cpu")
+        count = rows.numel() // self.in_features
+        if count:
+            library().packed_linear(byref(self.weights()), rows.data_ptr(), count, out.data_ptr(), threads.ours())
+        return out
 
 
-class NumbersLinear(nn.Module):
-    """Takes the place of a Linear, with its weights, which stay where torch has them."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return Matrix.over(self.weight).multiply(states, filled(self.bias))
-
-
-def numbers_for(module: nn.Module) -> NumbersLinear | None:
-    """What computes a few rows in its place without torch, where that is possible."""
-    if type(module) is not nn.Linear or not is_plain(*module.parameters()):
+def rounded_for(module: nn.Module) -> PackedLinear | None:
+    """What computes a Linear's products with 8-bit weights on a CPU, for drafts; None where that is not possible."""
+    if type(module) is not nn.Linear or not is_plain(*module.parameters()) or module.weight.device.type != "cpu":
         return None
-    weight = module.weight
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    return NumbersLinear(module) if fits and module.in_features % LANES == 0 else None
-
-
-def read_in_place(module: nn.Module) -> None:
-    """Replace the linear layers inside a module by those that `numbers_for` has."""
-    for owner in list(module.modules()):
-        for name, child in owner._modules.items():
-            if child is not None and (found := numbers_for(child)):
-                owner._modules[name] = found
+    return PackedLinear(Matrix.of(module.weight, Q8), module.bias) if module.in_features % BLOCK == 0 else None
 
 
 class PackedEmbedding(nn.Module):
@@ -225,7 +195,3 @@ def is_packed(model: nn.Module) -> bool:
 def is_quantized(model: nn.Module) -> bool:
     """Whether some of a model's weights are packed and quantized."""
     return any(isinstance(module, PackedLinear) and module.matrix.kind in FORMATS for module in model.modules())
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

@@ -8,7 +8,9 @@ import torch
 
 from ..draft import Tree, chain
 from ..models.adapter import Model, Output
+from ..models.threads import torch_alone
 from .plain import Engine, Work
+from .turns import Turns
 
 TEXT = 67  # tokens to test the engine with
 PIECE = 13  # prefill chunk of the test
@@ -21,6 +23,8 @@ class ExactEngine(Engine):
 
     def __init__(self, model: Model, name: str, compiled: bool = False) -> None:
         super().__init__(model, compiled)
+        if getattr(model, "native", False):
+            self.turns = Turns(torch_alone)
         self.name = f"{name}, compiled" if compiled else name
 
     def is_exact(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock, get_ident
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -28,7 +30,10 @@ class Turns:
     closes those that were ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """`within()` is entered while the lock is held."""
+        self._within = within
+        self._entered: AbstractContextManager[None] = nullcontext()
         self._lock = Lock()
         self._thread: int | None = None  # that holds the lock
         self._living: set[Closable] = set()
@@ -45,6 +50,8 @@ class Turns:
         try:
             self._thread = get_ident()
             self._close_ended()
+            self._entered = self._within()
+            self._entered.__enter__()
         except BaseException:
             self._thread = None
             self._lock.release()
@@ -54,6 +61,7 @@ class Turns:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._entered.__exit__(None, None, None)
             self._close_ended()
         finally:
             self._thread = None

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from ..models.fusing import Fusion
-from ..models.packed import numbers_for, read_in_place
+from ..models.packed import rounded_for
 from ..models.products import Products, int8_for
 from ..picking import NOISED, Sampling, likeliest
 from ..step import fused
@@ -335,22 +335,25 @@ def alone(sequence: Any, sampling: Sampling, device: torch.device) -> tuple[Text
 def quick(heads: Any, native: bool = False) -> Any:
     """A copy that shares the weights, with fused projections and, where we have them, our own matrix products.
 
-    `native`: on a CPU, by the C++ code of the native runtime.
+    `native`: on a CPU, with weights in 8 bits, by the C++ code of the native runtime.
     """
     twin = _twins.get(heads)
     if twin is None:
         twin = _twins[heads] = copy.deepcopy(heads, {id(weight): weight for weight in heads.parameters()})
         Fusion().fuse(twin)
         if native:
-            read_in_place(twin)
+            for owner in list(twin.modules()):
+                for name, child in owner._modules.items():
+                    if child is not None and (rounded := rounded_for(child)):
+                        owner._modules[name] = rounded
         else:
             Products().replace(twin, drafts=True)
     return twin
 
 
 def quick_head(head: Any, native: bool = False) -> Any:
-    """The target's output head for drafts: in int8 if that is faster; `native`: as for `quick`."""
-    twin = _twins.get(head) or (numbers_for(head) if native else int8_for(head))
+    """The target's output head for drafts: in 8 bits if that is faster; `native`: as for `quick`."""
+    twin = _twins.get(head) or (rounded_for(head) if native else int8_for(head))
     if twin is None:
         return head
     _twins[head] = twin
