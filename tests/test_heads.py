@@ -52,12 +52,13 @@ from outpace.methods import METHODS
 from outpace.methods.headed import Headed, _Drafter, along, likeliest_paths
 from outpace.methods.ngrams import Expected, History
 from outpace.models.hf import HFModel
+from outpace.models.packed import PackedLinear
 from outpace.models.whole import layer_sizes
 from outpace.picking import Foreseen, Picker, likeliest
 from outpace.reproduce import amphista as reproduce_amphista
 from outpace.runtime.costs import Prices
 from outpace.runtime.graphs import GraphEngine
-from outpace.sources.heads import quick
+from outpace.sources.heads import quick, quick_head
 from outpace.training.trainer import Plan, Trainer
 
 from .models import VOCABULARY, mostly_slow, tiny
@@ -89,6 +90,28 @@ def random_heads(kind: str, model: Any, settings: Any = None, seed: int = 0) -> 
         for parameter in heads.parameters():
             parameter.normal_(std=0.3)
     return heads.eval()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista", "block"])
+def test_native_heads_have_8_bits_and_predict_nearly_the_same(kind: str) -> None:
+    model = tiny("Llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    heads, ends = random_heads(kind, model), HFModel(model).ends()
+    before = {name: weight.clone() for name, weight in heads.state_dict().items()}
+    twin, head = quick(heads, native=True), quick_head(ends.head, native=True)
+    assert any(isinstance(module, PackedLinear) for module in twin.modules())
+    assert isinstance(head, PackedLinear)
+    assert not any(isinstance(module, PackedLinear) for module in heads.modules())
+    assert all(torch.equal(weight, before[name]) for name, weight in heads.state_dict().items())
+    states = torch.randn(5, ends.head.in_features)
+    expected, found = ends.head(states), head(states)
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    hidden, embedded = torch.randn(2, 1, 12, 64)
+    if kind == "block":
+        rows, hidden = torch.arange(4), torch.randn(len(heads.reads), 1, 12, 64)
+        expected, found = (part.states_at(hidden, embedded, rows, None)[0] for part in (heads, twin))
+    else:
+        expected, found = (part.states(hidden, embedded, ends) for part in (heads, twin))
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def method_for(kind: str, heads: Heads, **settings: Any) -> Headed:

@@ -59,7 +59,7 @@ def test_widened_heads_guess_the_same(folder: Path, trained: Path, kind: Any) ->
     from lab.models import found_heads, widen, widen_ready
 
     model = load(str(folder), device="cpu").model
-    narrow, broad = Decoder(model), Decoder(widen(model, 2))
+    narrow, broad = Decoder(model, runtime="plain"), Decoder(widen(model, 2), runtime="plain")
     given: Any = {"control": "fixed", "gamma": 0.01} if kind is AdaDecode else {"rows": 8}
     name = "exits" if kind is AdaDecode else kind.name
     ready = found_heads(HFModel(model), {name: str(trained / name)})[name]
@@ -75,7 +75,7 @@ def test_widened_block_heads_guess_the_same(folder: Path) -> None:
     from lab.models import widen, widen_ready
 
     model = load(str(folder), device="cpu").model
-    narrow, broad = Decoder(model), Decoder(widen(model, 2))
+    narrow, broad = Decoder(model, runtime="plain"), Decoder(widen(model, 2), runtime="plain")
     ready = Ready(random_heads("block", model, BlockSettings(count=4, layers="1,2", rank=8)), Stored({}))
     expected = list(narrow.stream([7, 8, 7, 8, 9], method=Block(heads=ready, rows=8), max_new_tokens=16))
     wider = Block(heads=widen_ready(ready, 2), rows=8)

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 import torch
 
 _here = threading.local()
+_lock = threading.Lock()
+_inside = 0  # threads in `torch_alone`
+_usual = 1  # how many threads torch has outside
 
 
 def ours() -> int:
@@ -24,20 +27,29 @@ def ours() -> int:
 @contextmanager
 def torch_alone() -> Iterator[None]:
     """A context in which torch has one thread; in this thread our code still has as many as torch had before."""
-    before = torch.get_num_threads()
-    _here.count = ours()
+    global _inside, _usual
+    with _lock:
+        before = torch.get_num_threads()
+        if _inside and before == 1:  # a thread that has begun to use torch meanwhile
+            before = _usual
+        _inside += 1
+        _usual = before
+    _here.count = before
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
         _here.count = 0
+        with _lock:
+            _inside -= 1
 
 
 @contextmanager
 def torch_too() -> Iterator[None]:
     """Within `torch_alone`: torch has its threads again."""
-    if before := getattr(_here, "count", 0):
+    before: int = getattr(_here, "count", 0)
+    if before:
         torch.set_num_threads(before)
     try:
         yield
