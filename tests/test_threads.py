@@ -31,6 +31,8 @@ def test_ours_stay_as_many_as_torch_had() -> None:
             assert (torch.get_num_threads(), threads.ours()) == (1, MANY)
             with threads.torch_too():
                 assert (torch.get_num_threads(), threads.ours()) == (MANY, MANY)
+            with threads.torch_alone():
+                assert (torch.get_num_threads(), threads.ours()) == (1, MANY)
             assert (torch.get_num_threads(), threads.ours()) == (1, MANY)
             raise ValueError("so")
 

@@ -17,7 +17,7 @@ namespace outpace {
 namespace {
 
 constexpr int OUTPUTS = NATIVE == 64 ? 4 : 2;  // at a time: their sums with MOST_NUMBERS rows fit into the registers
-constexpr int PARTS = LANES / PART, LINE = 64;
+constexpr int PARTS = LANES / PART;
 
 struct Half {
   uint8_t bytes[2];

@@ -28,6 +28,9 @@ def ours() -> int:
 def torch_alone() -> Iterator[None]:
     """A context in which torch has one thread; in this thread our code still has as many as torch had before."""
     global _inside, _usual
+    if getattr(_here, "count", 0):  # an engine within another one's step
+        yield
+        return
     with _lock:
         before = torch.get_num_threads()
         if _inside and before == 1:  # a thread that has begun to use torch meanwhile
