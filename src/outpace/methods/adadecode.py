@@ -27,6 +27,7 @@ from ..runtime.plain import Asking, Engine, Question, Work, alone
 from ..sources.base import Climbing, Plan, Source
 from ..sources.exits import ExitGuesses
 from ..sources.heads import alone as alone_in_a_lane
+from ..sources.heads import quick, quick_head
 from ..sources.history import History
 from ..step.nodes import Nodes, Rows, plant
 from ..step.texts import Texts
@@ -253,9 +254,11 @@ class _Drafter(Drafter):
     ) -> None:
         super().__init__(engine, sequence, picker)
         self.exits = exits
-        ends = engine.model.ends()
+        ends, asked = engine.model.ends(), heads
+        if self.verifies and getattr(engine.model, "native", False) and not heads.settings.frequent:
+            ends, asked = ends._replace(head=quick_head(ends.head, native=True)), quick(heads, native=True)
         self.questions = [
-            Question(heads.owner(layer), partial(_ask, heads, heads.layers.index(layer), ends)) for layer in exits
+            Question(heads.owner(layer), partial(_ask, asked, heads.layers.index(layer), ends)) for layer in exits
         ]
         self.control = control
         self.guesser = picker.for_drafts()
