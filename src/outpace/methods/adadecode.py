@@ -255,7 +255,7 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.exits = exits
         ends, asked = engine.model.ends(), heads
-        if self.verifies and getattr(engine.model, "native", False) and not heads.settings.frequent:
+        if getattr(engine.model, "native", False) and not heads.settings.frequent:
             ends, asked = ends._replace(head=quick_head(ends.head, native=True)), quick(heads, native=True)
         self.questions = [
             Question(heads.owner(layer), partial(_ask, asked, heads.layers.index(layer), ends)) for layer in exits
