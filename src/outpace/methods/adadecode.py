@@ -27,7 +27,7 @@ from ..runtime.plain import Asking, Engine, Question, Work, alone
 from ..sources.base import Climbing, Plan, Source
 from ..sources.exits import ExitGuesses
 from ..sources.heads import alone as alone_in_a_lane
-from ..sources.heads import quick, quick_head
+from ..sources.heads import on_host
 from ..sources.history import History
 from ..step.nodes import Nodes, Rows, plant
 from ..step.texts import Texts
@@ -254,9 +254,8 @@ class _Drafter(Drafter):
     ) -> None:
         super().__init__(engine, sequence, picker)
         self.exits = exits
-        ends, asked = engine.model.ends(), heads
-        if getattr(engine.model, "native", False) and not heads.settings.frequent:
-            ends, asked = ends._replace(head=quick_head(ends.head, native=True)), quick(heads, native=True)
+        # Those of the frequent tokens only read some of the output head's weights as they are.
+        ends, asked = (engine.model.ends(), heads) if heads.settings.frequent else on_host(heads, engine.model)
         self.questions = [
             Question(heads.owner(layer), partial(_ask, asked, heads.layers.index(layer), ends)) for layer in exits
         ]

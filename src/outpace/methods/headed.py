@@ -33,8 +33,7 @@ from ..sources.heads import (
     SequentialGuesses,
     likely_paths,
     make_places,
-    quick,
-    quick_head,
+    on_host,
 )
 from ..sources.history import History as Repeated
 from ..sources.recycle import Recycle
@@ -214,10 +213,8 @@ class _Drafter(Drafter):
         super().__init__(engine, sequence, picker)
         self.method = method
         self.heads, about = method.heads[:2]
-        self.ends, self.quick = engine.model.ends(), self.heads
-        ends = self.ends
-        if getattr(engine.model, "native", False):
-            ends, self.quick = ends._replace(head=quick_head(ends.head, native=True)), quick(self.heads, native=True)
+        self.ends = engine.model.ends()
+        ends, self.quick = on_host(self.heads, engine.model)
         engine.model.keep(self.heads.reads)
         self.follower = self.quick.follow(ends, engine.pool, engine.model.layers)
         costs = engine.costs if method.priced else None

@@ -360,6 +360,14 @@ def quick_head(head: Any, native: bool = False) -> Any:
     return twin
 
 
+def on_host(heads: Any, model: Any) -> tuple[Any, Any]:
+    """The target's ends, and the heads, as the host drafts with them: quick ones beside the native runtime."""
+    ends = model.ends()
+    if not getattr(model, "native", False):
+        return ends, heads
+    return ends._replace(head=quick_head(ends.head, native=True)), quick(heads, native=True)
+
+
 def make_places(heads: Any, shared: tuple[Any, Any, int], device: torch.device) -> None:
     """Allocate the heads' own keys and values in the pool, before a graph is captured."""
     _, pool, _ = shared
