@@ -223,6 +223,18 @@ def test_accuracies_of_all_kinds_on_the_same_answers(wide: Path, trained: Path, 
     assert f"{found['hydra'][0][0]:.3f}" in capsys.readouterr().out
 
 
+def test_start_says_where_the_main_thread_was(wide: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("triton")
+    from lab import commands, starting
+
+    monkeypatch.setattr(commands, "ON_GPUS", ())
+    monkeypatch.setattr(starting, "PERIOD", 0.001)
+    starting.start(arguments_of("start", "--model", wide, "--times", 2))
+    shown = capsys.readouterr().out
+    assert re.search(r"[a-z]+\.[a-z_]+ +│ (torch|outpace|transformers) ", shown)
+    assert "loading included" in shown
+
+
 def test_packed_products_are_timed_in_every_format(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from lab import quantized
 

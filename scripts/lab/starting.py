@@ -57,12 +57,12 @@ def start(arguments: argparse.Namespace) -> None:
     """
     from triton import knobs
 
-    made: list[tuple[float, float, str, str]] = []
+    made: list[tuple[str, str, str]] = []
     begun = time.perf_counter()
 
     def note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         found = "found" if cache_hit else f"{times.total / 1e6:.2f}"
-        made.append((time.perf_counter() - begun, times.total / 1e6, f"{src.name} {found}", _thread()))
+        made.append((f"{time.perf_counter() - begun:.1f}", f"{src.name} {found}", _thread()))
 
     knobs.compilation.listener = note
     samples = Samples()
@@ -73,8 +73,8 @@ def start(arguments: argparse.Namespace) -> None:
         samples.stop()
         knobs.compilation.listener = None
     kernels = Table("at, s", "kernel, s", "thread", title="kernels that this process compiled or found")
-    for at, _, name, thread in made:
-        kernels.add_row(f"{at:.1f}", name, thread)
+    for line in made:
+        kernels.add_row(*line)
     where = Table("in", "library", "seconds", title=f"{time.perf_counter() - begun:.1f} s, loading included")
     for (ours, library), count in samples.counts.most_common(40):
         where.add_row(ours, library, f"{count * PERIOD:.2f}")
