@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
@@ -17,6 +18,7 @@ import torch
 
 from outpace import InputError
 from outpace.heads import KINDS, AmphistaSettings, BlockSettings, HeadSettings, MedusaSettings
+from outpace.heads.base import CALM, begin_norm
 from outpace.heads.blocks import BlockShape
 from outpace.models.hf import HFModel
 from outpace.models.whole import CHECKED, last_layers, layer_sizes, states_behind, write_batch
@@ -52,7 +54,7 @@ def trainer(plan: Plan, seed: int = 0) -> Trainer:
     heads = {name: KINDS[name](SETTINGS[name], shape) for name in KINDS}
     adapted = HFModel(model)
     for part in heads.values():
-        part.begin_from(adapted.ends().norm, last_layers(model, 2))
+        part.begin_from(adapted.ends(), last_layers(model, 2))
     return Trainer(model, adapted.norm, adapted.ends(), heads, plan)
 
 
@@ -334,3 +336,36 @@ def test_answers_of_others_are_refused_and_their_batches_kept(tmp_path: Path) ->
     (tmp_path / "about.json").write_text("5")
     with pytest.raises(InputError, match="answers of another model, to other prompts"):
         _claim(tmp_path, about, 7)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2"])
+def test_a_new_heads_last_norm_is_like_the_targets(name: str) -> None:
+    """Also where the weights are stored as differences from 1, and where the norm subtracts the mean and has a bias."""
+    adapted = HFModel(copy.deepcopy(tiny(name)))
+    ends = adapted.ends()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in ends.norm.parameters():
+            weight.normal_()
+    norm = torch.nn.RMSNorm(adapted.width)
+    begin_norm(norm, ends._replace(head=torch.nn.Linear(adapted.width, 50).requires_grad_(False)))
+    states = torch.nn.functional.rms_norm(torch.randn(5, adapted.width) @ centred(adapted.width), (adapted.width,))
+    with torch.no_grad():
+        torch.testing.assert_close(norm(states), ends.norm(states) - ends.norm(torch.zeros_like(states)))
+
+
+def centred(width: int) -> torch.Tensor:
+    """[width, width] a map that subtracts the mean."""
+    return torch.eye(width) - 1 / width
+
+
+def test_a_new_heads_logits_are_calm() -> None:
+    """Gemma 3 scales its final states by 54: heads that began so would have to unlearn certainty first."""
+    adapted = HFModel(copy.deepcopy(tiny("Gemma2")))
+    ends = adapted.ends()
+    with torch.no_grad():
+        next(ends.norm.parameters()).fill_(1000.0)
+        norm = torch.nn.RMSNorm(adapted.width)
+        begin_norm(norm, ends)
+        spread = ends.head(norm(torch.randn(200, adapted.width))).std(-1).mean()
+    assert 0.9 * CALM < spread < 1.1 * CALM

@@ -20,7 +20,7 @@ from ..models.adapter import Ends, FixedRows
 from ..models.attention import attend_by_mask, without_cudnn
 from ..pool import Pool, Sequence
 from ..sending import send
-from .base import Follower, Heads, HeadSettings, following
+from .base import Follower, Heads, HeadSettings, begin_norm, following
 from .blocks import Angles, Block, BlockShape, Memory, rotary
 
 
@@ -54,8 +54,8 @@ class AmphistaHeads(Heads):
         self.encoder = Block(shape) if settings.auto_embedding else None
         self.norm = nn.RMSNorm(shape.width, eps=shape.eps)
 
-    def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
-        _take_over(self.norm, norm)
+    def begin_from(self, ends: Ends, layers: list[nn.Module]) -> None:
+        begin_norm(self.norm, ends)
         for stage, layer in zip(self.stages, layers[-len(self.stages) or len(layers) :], strict=False):
             _take_over(stage.block, layer)  # type: ignore[arg-type]
         for block in (*(stage.block for stage in self.stages), self.encoder):

@@ -19,6 +19,9 @@ from ..models.adapter import Ends, FixedRows
 from ..pool import Pool, Sequence
 from .blocks import BlockShape
 
+CALM = 1.5  # the most standard deviation of a random state's logits before training
+RANDOM = 64  # random states that it is measured on
+
 
 @dataclass(frozen=True)
 class HeadSettings:
@@ -85,8 +88,8 @@ class Heads(nn.Module):
         """[count] how many positions each head predicts beyond the target's own next token."""
         return tuple(range(1, self.count + 1))
 
-    def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
-        """Before training: initialize from the target's last norm and last layers."""
+    def begin_from(self, ends: Ends, layers: list[nn.Module]) -> None:
+        """Before training: initialize from the target's ends and last layers."""
 
     def fit(self, examples: Iterable[Example], ends: Ends) -> None:
         """Before training, on the training device: compute what has a closed-form solution from examples."""
@@ -146,3 +149,20 @@ class Follower:
 def following(embedded: torch.Tensor, places: int) -> torch.Tensor:
     """For each position of sequences [texts, length, width], the entry `places` later. Beyond the end, arbitrary."""
     return embedded.roll(-places, 1)
+
+
+@torch.no_grad()
+def begin_norm(norm: nn.RMSNorm, ends: Ends) -> None:
+    """Before training: initialize a last norm like the target's, but such that random states have calm logits.
+
+    Some targets scale their final states so much (Gemma 3 by 54) that every wrong state is a very certain one, and most
+    of a short training would go into unlearning that.
+    """
+    like = next(ends.norm.parameters(), ends.head.weight)
+    signs = torch.ones(len(norm.weight), dtype=like.dtype, device=like.device)
+    signs[1::2] = -1  # without a mean, for norms that subtract it; without their bias:
+    scale = (ends.norm(signs) - ends.norm(-signs)).float() / 2 * signs.float()
+    chance = torch.Generator().manual_seed(0)
+    states = torch.randn(RANDOM, len(scale), generator=chance).to(scale.device) * scale
+    spread = ends.head(states.to(like.dtype)).float().std(-1).mean()
+    norm.weight.copy_(scale * (CALM / spread.clamp(min=1e-9)).clamp(max=1.0))

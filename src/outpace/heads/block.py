@@ -24,7 +24,7 @@ from ..models.adapter import Ends, FixedRows
 from ..models.attention import attend_by_mask, without_cudnn
 from ..pool import Pool, Sequence
 from ..sending import send
-from .base import Follower, Heads, HeadSettings
+from .base import Follower, Heads, HeadSettings, begin_norm
 from .blocks import Angles, BlockShape, FeedForward, rotary, turn
 from .exits import read_layers
 
@@ -122,10 +122,8 @@ class BlockHeads(Heads):
         found: tuple[int, ...] = self.settings.layers
         return found
 
-    def begin_from(self, norm: nn.Module, layers: list[nn.Module]) -> None:
-        weights = norm.state_dict()
-        if {name: weight.shape for name, weight in weights.items()} == {"weight": self.norm.weight.shape}:
-            self.norm.load_state_dict(weights)
+    def begin_from(self, ends: Ends, layers: list[nn.Module]) -> None:
+        begin_norm(self.norm, ends)
 
     # Parts of a pass
 

@@ -71,7 +71,7 @@ def make_heads(model: Any, ends: Ends, kind: str, settings: Mapping[str, Any]) -
             raise UnknownNameError(f"setting of {kind} heads", name, known.__dataclass_fields__)
     complete = known(**settings).for_model(len(layers_of(model)), ends.head.weight.shape[0])
     heads = TRAINABLE[kind](complete, BlockShape(**layer_sizes(model)))
-    heads.begin_from(ends.norm, last_layers(model, 2))
+    heads.begin_from(ends, last_layers(model, 2))
     return heads
 
 
