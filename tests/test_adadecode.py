@@ -9,6 +9,7 @@ import warnings
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -36,6 +37,7 @@ from outpace.heads.blocks import BlockShape
 from outpace.heads.exits import BINS, BORDERS, spread
 from outpace.heads.storing import Stored, fingerprint, load, save
 from outpace.methods import adadecode
+from outpace.methods.headed import Ready
 from outpace.methods.leaving import Calibrated, Costs, Guard, Trust, choose, costs_of, predict
 from outpace.methods.staircase import Heights, Staircase
 from outpace.models.hf import HFModel
@@ -732,6 +734,32 @@ def test_bad_settings_are_refused(options: dict[str, Any], words: str) -> None:
         Decoder(tiny("Llama")).prepare(AdaDecode(**options))
 
 
+def test_a_tree_is_drafted_where_rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HFModel(tiny("Llama"))
+    heads = Ready(random_exits(tiny("Llama")), Stored({}))
+
+    def controls() -> list[str | None]:
+        methods: list[Any] = [AdaDecode(heads), AdaDecode(heads, exits="1,3"), UnverifiedAdaDecode(heads)]
+        return [method.prepare(model).control for method in methods]
+
+    assert controls() == ["calibrated"] * 3
+    monkeypatch.setattr(model, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(adadecode, "check_cuts", lambda *_: None)
+    assert controls() == ["tree", "calibrated", "calibrated"]
+
+
+def test_a_tree_is_drafted_by_the_exit_that_gains_most() -> None:
+    heads = random_exits(tiny("Llama"), layers=(1, 2, 3))
+    decoder = Decoder(tiny("Llama"))
+
+    def chosen(*accuracies: list[float]) -> tuple[int, ...]:
+        ready = Ready(heads, Stored({}, [*accuracies]))
+        return decoder.prepare(AdaDecode(ready, control="tree", widths="2")).exits  # type: ignore[attr-defined]
+
+    assert chosen() == (1,)
+    assert chosen([0.1, 0.1, 0.6], [0.4, 0.3, 0.1], [0.4, 0.35, 0.1]) == (2,)  # the third token is not drafted
+
+
 def test_what_cannot_have_a_tree_is_refused() -> None:
     with pytest.raises(InputError, match="adadecode-unverified: control='tree' must be 'calibrated' or 'fixed'"):
         UnverifiedAdaDecode("original", control="tree")
@@ -758,7 +786,7 @@ def test_exits_beyond_the_depth_are_refused() -> None:
         ExitSettings(layers="4,9").for_model(8, 100)
     with pytest.raises(InputError, match="an exit after layer 4"):
         Decoder(tiny("Llama")).prepare(SelfSpeculative(exit=4))
-    assert ExitSettings().for_model(30, 100).layers == (3, 7, 11, 15, 18, 22, 26)
+    assert ExitSettings().for_model(30, 100).layers == (1, 2, 3, 7, 11, 15, 18, 22, 26)
     assert ExitSettings().for_model(4, 100).layers == spread(7, 4) == (1, 2, 3)
 
 

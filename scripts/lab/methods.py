@@ -68,9 +68,14 @@ def usual(setup: Setup, times: int) -> dict[str, Method]:
         "self-speculative": SelfSpeculative(exit=setup.decoder.model.layers * 2 // 3, length=3),
     }
     if "exits" in setup.heads:
-        found["adadecode"] = AdaDecode(heads=setup.heads["exits"])
+        exits = setup.heads["exits"]
+        found["adadecode"] = AdaDecode(heads=exits)
+        found["adadecode, calibrated"] = AdaDecode(heads=exits, control="calibrated")
+        for layer in exits.heads.settings.layers[:5]:
+            tree = AdaDecode(heads=exits, control="tree", exits=(layer,), lookup=0.0)
+            found[f"adadecode, a tree of exit {layer} alone"] = tree
         for gamma in (0.5, 0.75, 0.9):
-            found[f"adadecode (γ {gamma})"] = AdaDecode(heads=setup.heads["exits"], control="fixed", gamma=gamma)
+            found[f"adadecode (γ {gamma})"] = AdaDecode(heads=exits, control="fixed", gamma=gamma)
     for kind, make in HEADED.items():
         if kind in setup.heads:
             heads = setup.heads[kind]
@@ -79,8 +84,9 @@ def usual(setup: Setup, times: int) -> dict[str, Method]:
                 found[f"{kind} with lookup ({rows} rows)"] = make(heads=heads, rows=rows, priced=False)
             found[f"{kind} with lookup, recycled"] = make(heads=heads, rows=64, recycled=8, priced=False)
             found[f"{kind} with lookup, priced"] = make(heads=heads, rows=64)
-    # Shipped heads are not found for a widened model.
-    found["auto"] = Auto(heads=best_heads(setup)) if times > 1 else Auto()
+    # `auto` finds neither shipped heads for a widened model, nor those of --heads.
+    given = times > 1 or not all(ready.shipped for ready in setup.heads.values())
+    found["auto"] = Auto(heads=best_heads(setup)) if given else Auto()
     if "amphista" in setup.heads:
         found["auto with amphista"] = Auto(heads=setup.heads["amphista"])
     found["auto without heads"] = Auto(heads=False)

@@ -140,6 +140,8 @@ def generate(
     sampling = Sampling(**chance)  # type: ignore[arg-type] # of as many types as fields
     name, given = choose_method(method, settings, device)
     check_picture(picture, name, given.get("control"))
+    if picture is not None and name == "adadecode":
+        given.setdefault("control", "calibrated")  # by default it drafts trees on a GPU, without deferred layers
     grammar = options.read_grammar(json_schema, regex)
     silent = False
     if parallel:

@@ -27,6 +27,7 @@ OUTPUTS = ("trained", "full", ORIGINAL)
 # Bin edges of confidence. Most predictions have a confidence near 1, where small differences matter.
 BORDERS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 BINS = len(BORDERS) + 1
+EARLY = (1, 2, 3)  # layers that have an exit by default too: their draft tokens cost little
 RIDGE = 1e-3  # relative to the inputs' mean square: how strongly a fitted T is regularized towards the identity
 
 
@@ -43,7 +44,7 @@ def bin_of(confidence: float) -> int:
 class ExitSettings(HeadSettings):
     """Positions and form of exits.
 
-    layers: the layers that have an exit, like "8,16,24". By default `count` exits at equal distances.
+    layers: the layers that have an exit, like "8,16,24". By default the first three, and `count` at equal distances.
     norm: "first" is head(T norm(h)), "last" is head(norm(T h)).
     output: "trained" is T and the target's output head; "full" a trained output matrix instead of both; "original" the
         target's norm and output head, untrained.
@@ -70,7 +71,7 @@ class ExitSettings(HeadSettings):
             raise InputError(f"frequent={self.frequent} must be 0 (all) to the size of the vocabulary.")
 
     def for_model(self, layers: int, vocabulary: int) -> ExitSettings:
-        found = self.layers or spread(self.count, layers)
+        found = self.layers or tuple(sorted({*EARLY[: layers - 1], *spread(self.count, layers)}))
         check_layers(found, layers)
         if self.output == ORIGINAL:
             raise InputError("output='original' has nothing to train. Use it untrained, as heads='original'.")

@@ -27,12 +27,13 @@ from ..runtime.plain import Asking, Engine, Question, Work, alone
 from ..sources.base import Climbing, Plan, Source
 from ..sources.exits import ExitGuesses
 from ..sources.heads import alone as alone_in_a_lane
-from ..sources.heads import on_host
+from ..sources.heads import on_host, quick, quick_head
 from ..sources.history import History
+from ..step.chances import Chances
 from ..step.nodes import Nodes, Rows, plant
 from ..step.texts import Texts
 from .autoregressive import Autoregressive
-from .base import Drafter, Method, Size
+from .base import SIZES, Drafter, Method, Size
 from .headed import FLOOR, LONGEST, PLACES, REACH, Ready, shipped
 from .leaving import Calibrated, Control, Counts, Fixed, Guard, Trust, choose, costs_of
 from .staircase import Staircase
@@ -53,14 +54,16 @@ class AdaDecode(Method):
         exits: use only the exits after these layers, like "8,16,24"; by default, all that were trained.
         control: "calibrated" selects exits by their predicted speedup, and a token exits where its measured acceptance
             is worth the cost; "fixed" uses all exits, and a token exits where its confidence is above `gamma`, as in
-            the paper; "tree" uses one exit (the one in `exits`, or the first) for several draft tokens at each
-            position, and verifies a tree of the most likely.
+            the paper; "tree" uses one exit (the one in `exits`, or the one with the best expected speedup) for several
+            draft tokens at each position, and verifies a tree of the most likely. By default "tree" on a GPU, where
+            more rows cost little, and "calibrated" on a CPU.
         gamma: with "fixed", the confidence above which a token exits.
         pending: with "fixed", how many draft tokens may wait for their remaining layers.
         rows: with "tree", the most rows of a draft.
         widths: with "tree", how many draft tokens follow the last token, then each expanded draft token, like "8,3".
         beam: with "tree", how many draft tokens of each depth are expanded.
         lookup: with "tree", prompt lookup drafts too, paths as long as this share of the rows.
+        priced: with "tree" on a GPU, each step has as many of these rows as pay, with the exit or without.
     """
 
     name = "adadecode"
@@ -69,19 +72,20 @@ class AdaDecode(Method):
 
     heads: Any = None
     exits: Any = ()
-    control: str = "calibrated"
+    control: str | None = None
     gamma: float = 0.75
     pending: int = 5
     rows: int = 64
-    widths: Any = (8, 3)
+    widths: Any = (16,)
     beam: int = 8
     lookup: float = 0.5
+    priced: bool = True
 
     def __post_init__(self) -> None:
         self.check(gamma=(0.0, 1.0), pending=(1, 64), rows=(2, 1024), beam=(1, 64), lookup=(0.0, 1.0))
         if self.gamma == 0:
             raise InputError(f"{self.name}: gamma=0 is out of range: it must be above 0 and at most 1.")
-        if self.control not in self.controls:
+        if self.control not in (None, *self.controls):
             raise InputError(f"{self.name}: control={self.control!r} must be {' or '.join(map(repr, self.controls))}.")
         object.__setattr__(self, "exits", read_layers(self.exits))
         object.__setattr__(self, "widths", _read_widths(self.name, self.widths))
@@ -96,6 +100,9 @@ class AdaDecode(Method):
 
     def prepare(self, model: Model) -> Method:
         super().prepare(model)
+        if self.control is None:
+            trees = model.device.type == "cuda" and model.branches and TREE in self.controls and len(self.exits) < 2
+            return replace(self, control=TREE if trees else "calibrated").prepare(model)
         ready = self.heads if isinstance(self.heads, Ready) else self._load(model)
         assert isinstance(ready.heads, ExitHeads)
         _check_fit(self.name, ready.heads, model)
@@ -103,7 +110,9 @@ class AdaDecode(Method):
             if layer not in ready.heads.layers:
                 there = ", ".join(map(str, ready.heads.layers))
                 raise InputError(f"{self.name}: there is no exit after layer {layer}. There are exits after {there}.")
-        exits = self.exits or ready.heads.layers[: 1 if self.control == TREE else None]
+        exits = self.exits or ready.heads.layers
+        if self.control == TREE and not self.exits:
+            exits = (_best_exit(ready, self.widths[0], model.layers),)
         check_cuts(model, exits)
         return replace(self, heads=ready, exits=exits)
 
@@ -132,12 +141,21 @@ class AdaDecode(Method):
     def plan(self, engine: Engine) -> Plan | None:
         if self.control != TREE:
             return None  # the host decides whether a token exits
-        return Plan(lambda lanes, device: self.sources(engine.model, device), self.rows)
 
-    def sources(self, model: Model, device: torch.device, coupled: bool = True) -> list[Source]:
-        """The sources of "tree"."""
+        def sources(lanes: int, device: torch.device) -> list[Source]:
+            return self.sources(engine.model, device, quickly=engine.compiling and device.type == "cuda")
+
+        if not self.priced:
+            return Plan(sources, self.rows)
+        return Plan(sources, self.rows, sizes=SIZES, learned=Chances)
+
+    def sources(self, model: Model, device: torch.device, coupled: bool = True, quickly: bool = False) -> list[Source]:
+        """The sources of "tree"; `quickly`: the exit is computed in 8 bits, if that is faster."""
         (layer,) = self.exits
-        exits = ExitGuesses(self.heads.heads, layer, model.ends(), self.widths, self.beam, device, coupled)
+        heads, ends = self.heads.heads, model.ends()
+        if quickly and not heads.settings.frequent:
+            heads, ends = quick(heads), ends._replace(head=quick_head(ends.head))
+        exits = ExitGuesses(heads, layer, ends, self.widths, self.beam, device, coupled)
         repeated = int(self.lookup * (self.rows - 1))
         if not repeated:
             return [exits]
@@ -461,6 +479,14 @@ def _counts(heads: ExitHeads, about: Stored, exits: tuple[int, ...]) -> Counts:
         return (((0, 0),) * BINS,) * len(exits)
     lines = [about.calibration[heads.layers.index(layer)] for layer in exits]
     return tuple(tuple((asked, right) for asked, right in line) for line in lines)
+
+
+def _best_exit(ready: Ready, width: int, depth: int) -> int:
+    """The exit whose `width` best tokens gain most for the layers that they take; without accuracies the first."""
+    assert isinstance(ready.heads, ExitHeads)
+    layers = ready.heads.layers
+    found = [sum(line[:width]) for line in ready.about.accuracies] or [0.0] * len(layers)
+    return max(zip(layers, found, strict=True), key=lambda exit_: (1 + exit_[1]) / (1 + exit_[0] / depth))[0]
 
 
 def _read_widths(name: str, widths: Any) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from ..sources.base import Plan, Source
 from ..sources.history import STORED, History
 from ..sources.recycle import SALTS, Recycle
 from .amphista import Amphista
-from .base import Drafter, Method
+from .base import SIZES, Drafter, Method
 from .beliefs import Beliefs
 from .block import Block
 from .headed import PLACES, REACH, Headed, Ready, check_width, guesses_of, load_heads, paths_of, shipped
@@ -39,7 +39,6 @@ LONGEST = 16  # how many of the sequence's last tokens lookup compares
 FLOOR = 0.005  # the least probability of a draft token from lookup
 RANKS = 8  # successors stored for each token
 RUNNERS = 4  # runners-up at the root, each also with a successor; half of them beside heads
-SIZES = (1, 16)  # rows of a step, besides the most
 # Where the host drafts:
 TRIAL = 16  # steps after which it is checked whether a method pays
 SOON = 4  # steps after which a method that is at most LOST times as fast as plain decoding is dropped

@@ -20,6 +20,8 @@ from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan
 from .ngrams import History
 
+SIZES = (1, 16)  # rows of a step, besides the most, for methods that choose in every step
+
 
 class Drafter(AbstractContextManager["Drafter"]):
     """A method's state for one sequence. As a context manager it frees what it holds."""
