@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -122,10 +123,10 @@ class Trainer:
         self.optimizers = {name: _optimizers(part, plan) for name, part in self.heads.items()}
         for part in self.heads.values():
             part.to(self.device, torch.float32).train()
-        gpu = self.device.type == "cuda"
-        self.chunk = CHUNK if gpu else 256
-        self._loss = torch.compile(_loss) if gpu else _loss  # fuses what goes over the vocabulary
-        self._two = torch.compile(_two) if gpu else _two
+        self._on_gpu = self.device.type == "cuda"
+        self.chunk = CHUNK if self._on_gpu else 256
+        self._loss = torch.compile(_loss) if self._on_gpu else _loss  # fuses what goes over the vocabulary
+        self._two = torch.compile(_two) if self._on_gpu else _two
 
     def run(
         self,
@@ -228,8 +229,12 @@ class Trainer:
             return max(share / warm_up, 0.01)
         return 0.5 + 0.5 * math.cos(math.pi * (share - warm_up) / (1 - warm_up))
 
-    def _mixed(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+    @contextmanager
+    def _mixed(self) -> Iterator[None]:
+        """On CUDA, matrix products in bfloat16. torch warns once that norms with float32 weights are slower there."""
+        with warnings.catch_warnings(), torch.autocast(self.device.type, torch.bfloat16, enabled=self._on_gpu):
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+            yield
 
     def _weights(self, batch: Batch) -> dict[str, torch.Tensor]:
         """By name [heads, places] loss weights.
