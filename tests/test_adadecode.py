@@ -716,6 +716,7 @@ def test_exits_of_another_model_and_broken_files_are_refused(kept: Path) -> None
         ({"control": "tree", "rows": 1}, "rows=1 is out of range"),
         ({"control": "tree", "beam": 65}, "beam=65 is out of range"),
         ({"control": "tree", "lookup": 1.5}, "lookup=1.5 is out of range"),
+        ({"control": "tree", "recycled": 33}, "recycled=33 is out of range"),
         ({"control": "tree", "widths": ""}, "widths='' must be 1 to 4 numbers"),
         ({"control": "tree", "widths": "8,0"}, "numbers of draft tokens, each 1 to 64, like 8,3"),
         ({"control": "tree", "widths": (2, 2, 2, 2, 2)}, "must be 1 to 4 numbers"),

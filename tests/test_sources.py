@@ -540,7 +540,7 @@ def test_a_models_steps_are_trees_of_its_exit(
     if texts:
         decoder.engine = GraphEngine(HFModel(model), compiled=False, capacity=1024)
     exits = random_exits(model)
-    method: Any = decoder.prepare(AdaDecode(exits, control="tree", priced=False, **settings))
+    method: Any = decoder.prepare(AdaDecode(exits, control="tree", recycled=0, priced=False, **settings))
     sampling, ends, layer = Sampling(temperature=temperature, seed=5), decoder.model.ends(), method.exits[0]
     prompts = [prompt_of(seed) for seed in range(max(texts, 1))]
     for prompt, each in zip(prompts, steps_of(decoder, method, prompts, sampling), strict=True):

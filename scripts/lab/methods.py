@@ -72,7 +72,7 @@ def usual(setup: Setup, times: int) -> dict[str, Method]:
         found["adadecode"] = AdaDecode(heads=exits)
         found["adadecode, calibrated"] = AdaDecode(heads=exits, control="calibrated")
         for layer in exits.heads.settings.layers[:5]:
-            tree = AdaDecode(heads=exits, control="tree", exits=(layer,), lookup=0.0)
+            tree = AdaDecode(heads=exits, control="tree", exits=(layer,), lookup=0.0, recycled=0)
             found[f"adadecode, a tree of exit {layer} alone"] = tree
         for gamma in (0.5, 0.75, 0.9):
             found[f"adadecode (γ {gamma})"] = AdaDecode(heads=exits, control="fixed", gamma=gamma)

@@ -29,12 +29,13 @@ from ..sources.exits import ExitGuesses
 from ..sources.heads import alone as alone_in_a_lane
 from ..sources.heads import on_host, quick, quick_head
 from ..sources.history import History
+from ..sources.recycle import Recycle
 from ..step.chances import Chances
 from ..step.nodes import Nodes, Rows, plant
 from ..step.texts import Texts
 from .autoregressive import Autoregressive
 from .base import SIZES, Drafter, Method, Size
-from .headed import FLOOR, LONGEST, PLACES, REACH, Ready, shipped
+from .headed import FLOOR, LONGEST, PLACES, REACH, RECYCLED, Ready, shipped
 from .leaving import Calibrated, Control, Counts, Fixed, Guard, Trust, choose, costs_of
 from .staircase import Staircase
 
@@ -63,6 +64,8 @@ class AdaDecode(Method):
         widths: with "tree", how many draft tokens follow the last token, then each expanded draft token, like "8,3".
         beam: with "tree", how many draft tokens of each depth are expanded.
         lookup: with "tree", prompt lookup drafts too, paths as long as this share of the rows.
+        recycled: with "tree" on a GPU, also draft the model's top-ranked next tokens from when it last computed the
+            same token, accepted or not: how many per token.
         priced: with "tree" on a GPU, each step has as many of these rows as pay, with the exit or without.
     """
 
@@ -79,10 +82,12 @@ class AdaDecode(Method):
     widths: Any = (16,)
     beam: int = 8
     lookup: float = 0.5
+    recycled: int = 8
     priced: bool = True
 
     def __post_init__(self) -> None:
-        self.check(gamma=(0.0, 1.0), pending=(1, 64), rows=(2, 1024), beam=(1, 64), lookup=(0.0, 1.0))
+        self.check(gamma=(0.0, 1.0), pending=(1, 64), rows=(2, 1024), beam=(1, 64))
+        self.check(lookup=(0.0, 1.0), recycled=(0, 32))
         if self.gamma == 0:
             raise InputError(f"{self.name}: gamma=0 is out of range: it must be above 0 and at most 1.")
         if self.control not in (None, *self.controls):
@@ -143,14 +148,17 @@ class AdaDecode(Method):
             return None  # the host decides whether a token exits
 
         def sources(lanes: int, device: torch.device) -> list[Source]:
-            return self.sources(engine.model, device, quickly=engine.compiling and device.type == "cuda")
+            found = self.sources(engine.model, device, quickly=engine.compiling and device.type == "cuda")
+            if self.recycled:
+                found.append(Recycle(self.recycled, max(1, int(RECYCLED * self.rows)), lanes, device))
+            return found
 
         if not self.priced:
             return Plan(sources, self.rows)
         return Plan(sources, self.rows, sizes=SIZES, learned=Chances)
 
     def sources(self, model: Model, device: torch.device, coupled: bool = True, quickly: bool = False) -> list[Source]:
-        """The sources of "tree"; `quickly`: the exit is computed in 8 bits, if that is faster."""
+        """The sources of "tree" on the host too; `quickly`: the exit is computed in 8 bits, if that is faster."""
         (layer,) = self.exits
         heads, ends = self.heads.heads, model.ends()
         if quickly and not heads.settings.frequent:

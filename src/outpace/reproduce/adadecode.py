@@ -98,10 +98,11 @@ def _variants(exits: Any, three: tuple[int, ...], given: Mapping[str, Any]) -> d
 
 def _trees(exits: Any, given: Mapping[str, Any]) -> dict[str, Method | str]:
     """One exit that drafts a tree, alone and with lookups in the text."""
-    found: dict[str, Method | str] = {TREE: AdaDecode(heads=exits, control="tree", lookup=0.0)}
+    alone: Any = {"control": "tree", "lookup": 0.0, "recycled": 0}
+    found: dict[str, Method | str] = {TREE: AdaDecode(heads=exits, **alone)}
     for name, heads in given.items():
         if name != "full":
-            found[f"{DOMAIN} {name}, a tree"] = AdaDecode(heads=heads, control="tree", lookup=0.0)
+            found[f"{DOMAIN} {name}, a tree"] = AdaDecode(heads=heads, **alone)
     return {**found, TREE_LOOKUP: AdaDecode(heads=exits, control="tree")}
 
 
@@ -227,7 +228,7 @@ def _main(found: Found, others: Mapping[str, Any]) -> Table:
         "In each cell: tokens per full pass, and the measured speedup over plain decoding. SWIFT skips 45 % of the "
         "layers, as in its own paper; the AdaDecode paper has it at 1.08×, 1.33×, 1.08× (13B; summaries, code, math). "
         "Here it skips whole layers, and searches for them while decoding. A tree: one exit drafts several tokens for "
-        "the next position, and all rows run the whole model."
+        "the next position, and all rows run the whole model; with lookup, on a GPU, recycled tokens are drafted too."
     )
     columns = ["task", *labels, "speed in the paper: 8B / 13B / 34B"]
     return Table("Speed by task (the paper's main table)", columns, rows, claims, note)
