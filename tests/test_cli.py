@@ -202,7 +202,7 @@ class TestGenerate:
             return seen[0]
 
         monkeypatch.setattr(cli.writing, "load_decoder", note)
-        settings = ("window=3", "ngram=4", "prompt_pool=false", "published=True")
+        settings = ("window=3", "lookahead.ngram=4", "prompt_pool=false", "published=True")
         result = generate(folder, "--max-new-tokens", 2, *(word for item in settings for word in ("--set", item)))
         assert result.exit_code == 0
         wanted = {"window": 3, "ngram": 4, "prompt_pool": False, "published": True}
@@ -254,6 +254,7 @@ class TestRefusals:
             (("--set", "window=many"), ("lookahead: window='many'", "whole number")),
             (("--set", "window=1.5"), ("lookahead: window='1.5'", "whole number")),
             (("--set", "prompt_pool=yes"), ("lookahead: prompt_pool='yes'", "true or false")),
+            (("--set", "window=3", "--set", "lookahead.window=5"), ("--set lookahead.window=5", "before, as window=3")),
             (("--set", "window"), ("--set window", "NAME=VALUE")),
             (("--set", "=3"), ("--set =3", "NAME=VALUE")),
             (("--method", "draft-model"), ("draft-model: no model given", "--set model=")),

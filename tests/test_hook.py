@@ -36,6 +36,11 @@ def test_greedy(method: outpace.Method) -> None:
     assert generate(custom_generate=method, **options) == generate(**options)
 
 
+def test_a_class_in_place_of_a_method_is_named() -> None:
+    with pytest.raises(outpace.InputError, match=r"Give a method: outpace.Lookahead\(\)"):
+        generate(custom_generate=outpace.Lookahead, max_new_tokens=3)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_processors_and_ends(method: outpace.Method) -> None:
     plain = generate(max_new_tokens=30, do_sample=False)

@@ -22,6 +22,7 @@ import outpace
 from outpace import Decoder, Sampling
 from outpace.errors import InputError, ModelError, OutpaceWarning, UnsupportedModel
 from outpace.models import bundled, packed, packing, products
+from outpace.models.adapter import Ends
 from outpace.models.gguf import File
 from outpace.models.loading import load
 from outpace.models.packed import FLAGS, FORMATS, Matrix, PackedEmbedding, PackedLinear, library
@@ -351,3 +352,13 @@ def test_threads_that_are_late_do_no_part_twice_and_leave_none(tmp_path: Path) -
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_some_rows_of_a_head_are_read_without_unpacking_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = PackedLinear(Matrix.of(draw(50, 64), packed.Q8))
+    tokens = torch.tensor([[3, 7], [49, 0]])
+    expected = head.weight[tokens]
+    monkeypatch.setattr(Matrix, "numbers", property(lambda _: pytest.fail("the whole matrix was unpacked")))
+    assert torch.equal(Ends(None, None, head).rows(tokens), expected)
+    plain = torch.nn.Linear(64, 50)
+    assert torch.equal(Ends(None, None, plain).rows(tokens), plain.weight[tokens])

@@ -36,7 +36,7 @@ class Options(_Shared, total=False):
     """Options of one request.
 
     Attributes:
-        max_new_tokens: the most tokens to generate; 128 by default.
+        max_new_tokens: the most tokens to generate, at most as many as the context has room for; 128 by default.
         sampling: an outpace.Sampling. Without one, and without a temperature, decoding is greedy.
         method: a drafting method, by name or as an object, instead of the decoder's. Pass one that loads a model
             through `Decoder.prepare` first.

@@ -75,6 +75,7 @@ def race(
     from ..picking import Sampling
     from ..race import Race, run
     from ..report import check_page
+    from ..trace import about
 
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     check_page(page)
@@ -109,6 +110,8 @@ def race(
         with board:
             outcome = finish(run(decoder, entered, text, sampling, max_new_tokens, raw, show))
         print_race(console, board, entered, outcome)
+        facts = about(decoder.engine)
+        typer.echo(f"{facts['model']}; {facts['dtype']}, runtime {facts['runtime']}")
     if page is not None:
         _write_page(recorder.results(text, Settings(max_new_tokens, sampling=sampling, raw=raw), outcome), page)
     if not outcome.identical:

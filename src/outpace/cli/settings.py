@@ -17,8 +17,19 @@ OF_HEADS = "KIND.NAME=VALUE, as in --set amphista.stages=1"
 
 
 def choose_method(name: str | None, settings: Iterable[str], device: str | None) -> Chosen:
-    """The method for one command."""
-    return _chosen(name, dict(map(_split, settings)), device)
+    """The method for one command. Settings may be given as for several methods, METHOD.NAME=VALUE."""
+    from ..methods import DEFAULT
+
+    given: dict[str, str] = {}
+    for setting in settings:
+        key, value = _split(setting)
+        owner, dot, short = key.partition(".")
+        if dot and owner == (name or DEFAULT):
+            key = short
+        if key in given:
+            raise InputError(f"--set {setting}: {key} was given before, as {key}={given[key]}. Give one of them.")
+        given[key] = value
+    return _chosen(name, given, device)
 
 
 def choose_for_race(names: Sequence[str], settings: Iterable[str], device: str | None) -> list[Chosen]:

@@ -225,8 +225,7 @@ class BlockHeads(Heads):
         """
         words = ends.embed(tokens[:-1])  # [count - 1, texts, before, width]
         told = self.pair(guesses[1:, :, None].expand_as(words), words)
-        rows = F.embedding(tokens[1:], ends.head.weight)
-        found = told @ rows.transpose(-1, -2)
+        found = told @ ends.rows(tokens[1:]).transpose(-1, -2)
         return torch.cat([torch.zeros_like(found[:1]), found])
 
     def judge(self, chances: torch.Tensor, told: torch.Tensor) -> torch.Tensor:

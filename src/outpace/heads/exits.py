@@ -171,7 +171,7 @@ class ExitHeads(Heads):
         if not self.settings.frequent:
             return self.logits(states[None], ends, place)[0]
         compared = F.linear(states, *self._few_of(place, ends))
-        every = compared.new_full((len(states), ends.head.weight.shape[0]), -torch.inf)
+        every = compared.new_full((len(states), self.settings.vocabulary or ends.head.weight.shape[0]), -torch.inf)
         every[:, self.ids] = compared
         return every
 

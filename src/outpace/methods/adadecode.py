@@ -193,8 +193,9 @@ class AdaDecode(Method):
             if measured < predicted:
                 speed = f"measured to make {engine.model.name} {measured:.2f}"
             warnings.warn(
-                f"{self.name}: these exits are {speed} times as fast here, and are used from {WORTHWHILE} on. Train "
-                f"better exits{better}; control='fixed' (--set control=fixed) uses them all the same.",
+                f"{self.name}: these exits are {speed} times as fast here. That is less than {WORTHWHILE}, so this is "
+                f"plain decoding. Train better exits{better}; control='fixed' (--set control=fixed) uses them all the "
+                "same.",
                 OutpaceWarning,
                 stacklevel=2,
             )

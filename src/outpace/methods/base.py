@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,6 +19,9 @@ from ..runtime.costs import Prices
 from ..runtime.plain import Asking, Engine
 from ..sources.base import Plan
 from .ngrams import History
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SIZES = (1, 16)  # rows of a step, besides the most, for methods that choose in every step
 
@@ -82,6 +85,11 @@ class Method:
     about: ClassVar[str]
     lossless: ClassVar[bool] = True  # whether the output is the target's own
     sizes: ClassVar[tuple[Size, ...]] = ()  # settings to choose from by the cost of a step
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        if "input_ids" in given:  # transformers calls what it was given
+            raise InputError(f"custom_generate={cls.__name__} is a class. Give a method: outpace.{cls.__name__}().")
+        return super().__new__(cls)
 
     @property
     def branches(self) -> bool:

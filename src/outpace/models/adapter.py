@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn import functional as F
 
 from ..pool import Placed, Pool
 from .attention import SlotLists
@@ -27,6 +28,12 @@ class Ends(NamedTuple):
     embed: Any  # tokens [...] -> [..., width]
     norm: Any  # hidden states after the last layer -> what the output head reads
     head: Any  # that -> logits [..., vocabulary]
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[..., width] the output head's weights of these tokens."""
+        packed = getattr(self.head, "matrix", None)  # its `weight` would unpack the whole matrix
+        found: torch.Tensor = packed.rows(tokens) if packed is not None else F.embedding(tokens, self.head.weight)
+        return found
 
 
 @dataclass(frozen=True)
