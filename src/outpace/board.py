@@ -179,12 +179,14 @@ NOISE = 1.1  # no method is faster than its tokens per step allow, but for this 
 BUSY = "A speed above tokens/step: the machine was busy with other work. Run it again."
 
 
-def print_race(console: Console, board: Board, methods: Sequence[Method], outcome: Race) -> None:
+def print_race(console: Console, board: Board, methods: Sequence[Method], outcome: Race, where: str) -> None:
+    """`where` describes the model and the machine."""
     if console.is_terminal:
         console.print(board.whole())
     else:
         typer.echo(outcome.runs[0].text)  # as it is; rich would drop control characters
     console.print(_table(outcome))
+    console.print(Text(where, style="dim"))
     for method, run in zip(methods, outcome.runs, strict=False):  # a run of transformers, the last, has no settings
         settings = " ".join(f"{name}={json.dumps(value)}" for name, value in settings_of(method).items())
         console.print(Text(f"{method.name}: {settings or 'no settings'}; {guesses(run)}", style="dim"))

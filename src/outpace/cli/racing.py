@@ -109,9 +109,9 @@ def race(
 
         with board:
             outcome = finish(run(decoder, entered, text, sampling, max_new_tokens, raw, show))
-        print_race(console, board, entered, outcome)
         facts = about(decoder.engine)
-        typer.echo(f"{facts['model']}; {facts['dtype']}, runtime {facts['runtime']}")
+        where = f"{facts['model']}; {facts['dtype']}, runtime {facts['runtime']}"
+        print_race(console, board, entered, outcome, where)
     if page is not None:
         _write_page(recorder.results(text, Settings(max_new_tokens, sampling=sampling, raw=raw), outcome), page)
     if not outcome.identical:

@@ -87,7 +87,7 @@ class Method:
     sizes: ClassVar[tuple[Size, ...]] = ()  # settings to choose from by the cost of a step
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        if "input_ids" in given:  # transformers calls what it was given
+        if "logits_processor" in given:  # transformers calls what it was given
             raise InputError(f"custom_generate={cls.__name__} is a class. Give a method: outpace.{cls.__name__}().")
         return super().__new__(cls)
 
