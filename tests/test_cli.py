@@ -313,7 +313,7 @@ class TestRace:
             assert f"{method}: " in result.stdout  # its settings
         assert all(column in result.stdout for column in ("rows/step", "tokens/step", "estimate"))
         assert "autoregressive: no settings; nothing drafted\n" in result.stdout
-        assert f"{folder}, 2 layers of 32, 257 words; float32, runtime plain\n" in result.stdout
+        assert f"{folder.name}: float32, runtime plain\n" in result.stdout
         assert "; accepted: " in result.stdout
         line = next(line for line in result.stdout.splitlines() if line.startswith(" auto "))
         assert line.split()[-2].endswith("×")  # it knows what its steps cost

@@ -110,7 +110,7 @@ def race(
         with board:
             outcome = finish(run(decoder, entered, text, sampling, max_new_tokens, raw, show))
         facts = about(decoder.engine)
-        where = f"{facts['model']}; {facts['dtype']}, runtime {facts['runtime']}"
+        where = f"{Path(decoder.model.name).name}: {facts['dtype']}, runtime {facts['runtime']}"
         print_race(console, board, entered, outcome, where)
     if page is not None:
         _write_page(recorder.results(text, Settings(max_new_tokens, sampling=sampling, raw=raw), outcome), page)
