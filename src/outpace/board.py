@@ -180,7 +180,7 @@ BUSY = "A speed above tokens/step: the machine was busy with other work. Run it 
 
 
 def print_race(console: Console, board: Board, methods: Sequence[Method], outcome: Race, where: str) -> None:
-    """`where` describes the model and the machine."""
+    """`where` says which model ran, and how."""
     if console.is_terminal:
         console.print(board.whole())
     else:

@@ -57,7 +57,7 @@ class AdaDecode(Method):
             is worth the cost; "fixed" uses all exits, and a token exits where its confidence is above `gamma`, as in
             the paper; "tree" uses one exit (the one in `exits`, or the one with the best expected speedup) for several
             draft tokens at each position, and verifies a tree of the most likely. By default "tree" on a GPU, where
-            more rows cost little, and "calibrated" on a CPU.
+            more rows cost little, and "calibrated" on a CPU or with several `exits`.
         gamma: with "fixed", the confidence above which a token exits.
         pending: with "fixed", how many draft tokens may wait for their remaining layers.
         rows: with "tree", the most rows of a draft.
